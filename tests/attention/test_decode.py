@@ -1,0 +1,114 @@
+"""Every decode kernel against the torch reference."""
+
+import pytest
+import torch
+
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu, reference
+from vllm_h2o.attention.pages import Pages, state_bytes
+from vllm_h2o.policy.layout import SlotLayout
+
+NUM_BLOCKS = 24
+
+
+def make_cache(dtype, num_kv_heads, head_size, block_size):
+    """Pages full of NaN, so that reading what nobody wrote shows."""
+    item = torch.empty(0, dtype=dtype).element_size()
+    page = num_kv_heads * block_size * 2 * head_size * item
+    page += state_bytes(num_kv_heads, block_size)
+    raw = torch.full((NUM_BLOCKS * page // item,), float("nan"), dtype=dtype)
+    return raw.as_strided(
+        (NUM_BLOCKS, num_kv_heads, block_size, 2 * head_size),
+        (page // item, block_size * 2 * head_size, 2 * head_size, 1),
+    )
+
+
+def run(op, params, dtype, heads, head_size, steps, seed=0, mixed_starts=(0, 5)):
+    """Decode `steps` tokens of some rows; return outputs and the cache."""
+    num_heads, num_kv_heads = heads
+    generator = torch.Generator().manual_seed(seed)
+    cache = make_cache(dtype, num_kv_heads, head_size, params.layout.block_size)
+    pages = Pages.view(cache)
+    num_rows = len(mixed_starts)
+    blocks = torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1
+    width = params.layout.budget_blocks
+    table = blocks[: num_rows * width].view(num_rows, width).int()
+    outputs = []
+    for step in range(steps):
+        # Rows join late, so that each step mixes lengths.
+        active = [row for row in range(num_rows) if step >= mixed_starts[row]]
+        rows = ResidentRows(
+            table[active],
+            torch.tensor([step - mixed_starts[row] for row in active]),
+            torch.tensor([3 * row for row in active]),
+        )
+        shape = (len(active), num_heads, head_size)
+        query = torch.randn(shape, generator=generator).mul(2).to(dtype)
+        shape = (len(active), num_kv_heads, head_size)
+        key = torch.randn(shape, generator=generator).to(dtype)
+        value = torch.randn(shape, generator=generator).to(dtype)
+        output = torch.full_like(query, float("nan"))
+        op(query, key, value, pages, rows, params, output)
+        outputs.append(output)
+    return torch.cat(outputs), pages, table
+
+
+def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots):
+    slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
+    layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
+    return DecodeParams(layout, 0.17, softcap, decay, mean)
+
+
+CASES = {
+    "sum": params_of(),
+    "mean": params_of(mean=True),
+    "decay": params_of(decay=0.9),
+    "newest query only": params_of(decay=0.0, sinks=0),
+    "softcap": params_of(softcap=5.0),
+    "block": params_of(unit="block"),
+    "block mean": params_of(unit="block", mean=True, sinks=0),
+    "streaming": params_of(heavy_slots=4, recent_slots=44),
+    "blocks of 32": params_of(block_size=32, heavy_slots=32, recent_slots=32),
+    "blocks of 48": params_of(block_size=48, heavy_slots=48, recent_slots=48),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1), (10, 2)])
+def test_kernel_equals_reference(name, heads):
+    params = CASES[name]
+    arguments = (params, torch.float32, heads, 64, 130)
+    expected, expected_pages, table = run(reference.decode_resident, *arguments)
+    actual, pages, _ = run(cpu.decode_resident, *arguments)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    used = table.flatten().long()
+    assert torch.equal(pages.births[used], expected_pages.births[used])
+    torch.testing.assert_close(
+        pages.scores[used], expected_pages.scores[used], rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [64, 80, 112, 128])
+def test_half_precision(dtype, head_size):
+    arguments = (params_of(), dtype, (6, 2), head_size, 80)
+    expected, expected_pages, table = run(reference.decode_resident, *arguments)
+    actual, pages, _ = run(cpu.decode_resident, *arguments)
+    torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=4e-3)
+    used = table.flatten().long()
+    assert torch.equal(pages.births[used], expected_pages.births[used])
+
+
+def test_other_blocks_stay_untouched():
+    _, pages, table = run(
+        cpu.decode_resident, params_of(), torch.float32, (9, 3), 64, 100
+    )
+    others = sorted(set(range(NUM_BLOCKS)) - set(table.flatten().tolist()))
+    assert pages.keys[others].isnan().all()
+    assert pages.scores[others].isnan().all()
+
+
+def test_unsupported_shapes_are_named():
+    with pytest.raises(ValueError, match="--dtype"):
+        cpu.check_supported(torch.float64, 64, 16)
+    with pytest.raises(ValueError, match="--block-size"):
+        cpu.check_supported(torch.float32, 64, 8)

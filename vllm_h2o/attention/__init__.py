@@ -1,0 +1,1 @@
+"""Choosing: which tokens stay, computed on the workers, per layer and KV head."""

@@ -1,0 +1,310 @@
+/* One decode step of resident rows: graduate, write, attend, score.
+ *
+ * Included once per element type with these macros set:
+ *   ELEM        storage type of query, key, value, cache and output
+ *   NAME        name of the exported function
+ *   TO_F32(x)   ELEM -> float
+ *   FROM_F32(x) float -> ELEM
+ *
+ * Formula, per row with new position p and KV head g (query heads h of g):
+ *   value(s)  = score[s], or score[s] / (p - max(birth[s], first_query)) for mean
+ *   graduate  : if p >= budget, the token in slot(p) replaces the heavy slot of
+ *               lowest value (ties: oldest) if its value is strictly higher
+ *   write     : K, V of the new token -> slot(p), score 0, birth p
+ *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
+ *   score     : score[s] = score[s] * decay + sum_{h in g} A[h,s]
+ *
+ * Reference: vllm_h2o/attention/ops/reference.py.  Differences from it: the
+ * softmax and sums run in another order and use a fast exp (relative error
+ * about 1e-7); everything else is the same arithmetic.
+ *
+ * A page (one block of one layer) is, per KV head, K column-major
+ * [head_size][block_size] then V row-major [block_size][head_size] (vLLM's CPU
+ * layout, ISA `vec`); then float scores[heads][block_size] and
+ * int32 births[heads][block_size] of the whole page.
+ */
+
+#define CAT_(a, b) b##_##a
+#define CAT(a, b) CAT_(a, b)
+#define FN(name) CAT(name, NAME)
+
+typedef struct {
+    ELEM *key;    /* [head_size][block_size] */
+    ELEM *value;  /* [block_size][head_size] */
+    float *score; /* [block_size] */
+    int32_t *birth;
+} FN(page);
+
+static inline FN(page) FN(page_of)(const h2o_decode_args *a, const int32_t *blocks,
+                                   int64_t block, int64_t head) {
+    char *base = (char *)a->cache + (int64_t)blocks[block] * a->page_stride;
+    const int64_t half = a->block_size * a->head_size;
+    float *scores = (float *)(base + a->state_offset);
+    FN(page) page;
+    page.key = (ELEM *)base + head * 2 * half;
+    page.value = page.key + half;
+    page.score = scores + head * a->block_size;
+    page.birth = (int32_t *)(scores + a->num_kv_heads * a->block_size) +
+                 head * a->block_size;
+    return page;
+}
+
+static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64_t i,
+                                  FN(page) to, int64_t j) {
+    const int64_t bs = a->block_size, hs = a->head_size;
+    for (int64_t d = 0; d < hs; ++d) to.key[d * bs + j] = from.key[d * bs + i];
+    memcpy(to.value + j * hs, from.value + i * hs, hs * sizeof(ELEM));
+    to.score[j] = from.score[i];
+    to.birth[j] = from.birth[i];
+}
+
+static void FN(graduate_token)(const h2o_decode_args *a, const int32_t *blocks,
+                               int64_t head, int64_t position, int64_t first_query,
+                               int64_t slot) {
+    const int64_t bs = a->block_size;
+    float lowest = FLT_MAX;
+    int32_t oldest = INT32_MAX;
+    int64_t loser = -1;
+    for (int64_t s = a->pinned_slots; s < a->heavy_slots; ++s) {
+        FN(page) page = FN(page_of)(a, blocks, s / bs, head);
+        const int64_t i = s % bs;
+        const float value =
+            h2o_value(a, page.score[i], page.birth[i], position, first_query);
+        if (value < lowest || (value == lowest && page.birth[i] < oldest)) {
+            lowest = value;
+            oldest = page.birth[i];
+            loser = s;
+        }
+    }
+    FN(page) ring = FN(page_of)(a, blocks, slot / bs, head);
+    const int64_t i = slot % bs;
+    const float value =
+        h2o_value(a, ring.score[i], ring.birth[i], position, first_query);
+    if (loser >= 0 && value > lowest)
+        FN(copy_token)(a, ring, i, FN(page_of)(a, blocks, loser / bs, head), loser % bs);
+}
+
+static inline float FN(block_value)(const h2o_decode_args *a, FN(page) page,
+                                    int64_t position, int64_t first_query) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < a->block_size; ++i)
+        sum += h2o_value(a, page.score[i], page.birth[i], position, first_query);
+    return sum;
+}
+
+static void FN(graduate_block)(const h2o_decode_args *a, const int32_t *blocks,
+                               int64_t head, int64_t position, int64_t first_query,
+                               int64_t slot) {
+    const int64_t bs = a->block_size;
+    float lowest = FLT_MAX;
+    int32_t oldest = INT32_MAX;
+    int64_t loser = -1;
+    for (int64_t b = a->pinned_slots / bs; b < a->heavy_slots / bs; ++b) {
+        FN(page) page = FN(page_of)(a, blocks, b, head);
+        const float value = FN(block_value)(a, page, position, first_query);
+        if (value < lowest || (value == lowest && page.birth[0] < oldest)) {
+            lowest = value;
+            oldest = page.birth[0];
+            loser = b;
+        }
+    }
+    FN(page) ring = FN(page_of)(a, blocks, slot / bs, head);
+    if (loser < 0 || FN(block_value)(a, ring, position, first_query) <= lowest) return;
+    FN(page) heavy = FN(page_of)(a, blocks, loser, head);
+    memcpy(heavy.key, ring.key, bs * a->head_size * sizeof(ELEM));
+    memcpy(heavy.value, ring.value, bs * a->head_size * sizeof(ELEM));
+    memcpy(heavy.score, ring.score, bs * sizeof(float));
+    memcpy(heavy.birth, ring.birth, bs * sizeof(int32_t));
+}
+
+/* logits[g][0..tile) of a tile of slots, `group` query heads at once. */
+static inline __attribute__((always_inline)) void FN(dot_tile)(
+    const float *restrict query, const ELEM *restrict key, int64_t head_size,
+    int64_t block_size, int64_t logits_stride, float *restrict logits,
+    const int group, const int tile) {
+    float acc[H2O_GROUP][H2O_TILE];
+    for (int g = 0; g < group; ++g)
+        for (int s = 0; s < tile; ++s) acc[g][s] = 0.0f;
+    for (int64_t d = 0; d < head_size; ++d) {
+        const ELEM *restrict column = key + d * block_size;
+        float k[H2O_TILE];
+        for (int s = 0; s < tile; ++s) k[s] = TO_F32(column[s]);
+        for (int g = 0; g < group; ++g) {
+            const float q = query[g * head_size + d];
+            for (int s = 0; s < tile; ++s) acc[g][s] += q * k[s];
+        }
+    }
+    for (int g = 0; g < group; ++g)
+        for (int s = 0; s < tile; ++s) logits[g * logits_stride + s] = acc[g][s];
+}
+
+/* out[g][0..tile) += sum over slots of probs[g][s] * value[s]. */
+static inline __attribute__((always_inline)) void FN(accumulate_tile)(
+    const float *restrict probs, const ELEM *restrict value, int64_t head_size,
+    int64_t num_slots, int64_t logits_stride, float *restrict out, const int group,
+    const int tile) {
+    float acc[H2O_GROUP][H2O_TILE];
+    for (int g = 0; g < group; ++g)
+        for (int d = 0; d < tile; ++d) acc[g][d] = out[g * head_size + d];
+    for (int64_t s = 0; s < num_slots; ++s) {
+        const ELEM *restrict row = value + s * head_size;
+        float v[H2O_TILE];
+        for (int d = 0; d < tile; ++d) v[d] = TO_F32(row[d]);
+        for (int g = 0; g < group; ++g) {
+            const float p = probs[g * logits_stride + s];
+            for (int d = 0; d < tile; ++d) acc[g][d] += p * v[d];
+        }
+    }
+    for (int g = 0; g < group; ++g)
+        for (int d = 0; d < tile; ++d) out[g * head_size + d] = acc[g][d];
+}
+
+/* Slots of a block that hold a token: all, but for a partly filled sequence and,
+ * in whole-block mode, for the ring block that is being rewritten. */
+static inline int64_t FN(valid_slots)(const h2o_decode_args *a, int64_t block,
+                                      int64_t position, int64_t slot) {
+    const int64_t bs = a->block_size;
+    if (position < a->budget) {
+        const int64_t left = position + 1 - block * bs;
+        return left < bs ? left : bs;
+    }
+    if (a->whole_blocks && block == slot / bs) return slot % bs + 1;
+    return bs;
+}
+
+static inline __attribute__((always_inline)) void FN(attend)(
+    const h2o_decode_args *a, const int32_t *blocks, int64_t head, int64_t position,
+    int64_t slot, float decay, const ELEM *query, ELEM *output, float *scratch,
+    const int group) {
+    const int64_t bs = a->block_size, hs = a->head_size, stride = a->budget;
+    const int64_t length = position < a->budget ? position + 1 : a->budget;
+    const int64_t num_blocks = (length + bs - 1) / bs;
+    float *logits = scratch; /* [group][budget] */
+    float *q = logits + group * stride;
+    float *out = q + group * hs;
+    for (int64_t i = 0; i < group * hs; ++i) {
+        q[i] = TO_F32(query[i]) * a->scale;
+        out[i] = 0.0f;
+    }
+    for (int64_t b = 0; b < num_blocks; ++b) {
+        const FN(page) page = FN(page_of)(a, blocks, b, head);
+        float *part = logits + b * bs;
+        int64_t t = 0;
+        for (; t + H2O_TILE <= bs; t += H2O_TILE)
+            FN(dot_tile)(q, page.key + t, hs, bs, stride, part + t, group, H2O_TILE);
+        for (; t < bs; t += H2O_TILE / 2)
+            FN(dot_tile)(q, page.key + t, hs, bs, stride, part + t, group, H2O_TILE / 2);
+    }
+    float inverse[H2O_GROUP];
+    for (int g = 0; g < group; ++g) {
+        float *row = logits + g * stride;
+        float highest = -FLT_MAX, sum = 0.0f;
+        for (int64_t b = 0; b < num_blocks; ++b) {
+            const int64_t valid = FN(valid_slots)(a, b, position, slot);
+            float *part = row + b * bs;
+            if (a->softcap > 0.0f)
+                for (int64_t s = 0; s < valid; ++s)
+                    part[s] = a->softcap * tanhf(part[s] / a->softcap);
+            for (int64_t s = 0; s < valid; ++s)
+                highest = part[s] > highest ? part[s] : highest;
+        }
+        for (int64_t b = 0; b < num_blocks; ++b) {
+            const int64_t valid = FN(valid_slots)(a, b, position, slot);
+            float *part = row + b * bs;
+            for (int64_t s = 0; s < valid; ++s) {
+                part[s] = h2o_exp(part[s] - highest);
+                sum += part[s];
+            }
+        }
+        inverse[g] = 1.0f / sum;
+    }
+    for (int64_t b = 0; b < num_blocks; ++b) {
+        const FN(page) page = FN(page_of)(a, blocks, b, head);
+        const int64_t valid = FN(valid_slots)(a, b, position, slot);
+        const float *part = logits + b * bs;
+        for (int64_t s = 0; s < valid; ++s) {
+            float received = 0.0f;
+            for (int g = 0; g < group; ++g) received += part[g * stride + s] * inverse[g];
+            page.score[s] = page.score[s] * decay + received;
+        }
+        int64_t d = 0;
+        for (; d + H2O_TILE <= hs; d += H2O_TILE)
+            FN(accumulate_tile)(part, page.value + d, hs, valid, stride, out + d, group,
+                                H2O_TILE);
+        for (; d < hs; d += H2O_TILE / 2)
+            FN(accumulate_tile)(part, page.value + d, hs, valid, stride, out + d, group,
+                                H2O_TILE / 2);
+    }
+    for (int g = 0; g < group; ++g)
+        for (int64_t d = 0; d < hs; ++d)
+            output[g * hs + d] = FROM_F32(out[g * hs + d] * inverse[g]);
+}
+
+static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
+                     float *scratch) {
+    const int64_t bs = a->block_size, hs = a->head_size;
+    const int32_t *blocks = a->block_table + row * a->block_table_stride;
+    const int64_t position = a->positions[row];
+    const int64_t first_query = a->first_queries[row];
+    const int64_t slot =
+        position < a->heavy_slots
+            ? position
+            : a->heavy_slots + (position - a->heavy_slots) % (a->budget - a->heavy_slots);
+    if (position >= a->budget) {
+        if (!a->whole_blocks)
+            FN(graduate_token)(a, blocks, head, position, first_query, slot);
+        else if (position % bs == 0)
+            FN(graduate_block)(a, blocks, head, position, first_query, slot);
+    }
+    FN(page) page = FN(page_of)(a, blocks, slot / bs, head);
+    const ELEM *key = (const ELEM *)a->key + row * a->key_stride + head * hs;
+    const ELEM *value = (const ELEM *)a->value + row * a->value_stride + head * hs;
+    for (int64_t d = 0; d < hs; ++d) page.key[d * bs + slot % bs] = key[d];
+    memcpy(page.value + slot % bs * hs, value, hs * sizeof(ELEM));
+    page.score[slot % bs] = 0.0f;
+    page.birth[slot % bs] = (int32_t)position;
+
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    const ELEM *query =
+        (const ELEM *)a->query + row * a->query_stride + head * group * hs;
+    ELEM *output = (ELEM *)a->output + row * a->output_stride + head * group * hs;
+    float decay = a->score_decay;
+    for (int64_t g = 0; g < group; g += H2O_GROUP) {
+        const ELEM *q = query + g * hs;
+        ELEM *o = output + g * hs;
+        switch (group - g) {
+            case 1: FN(attend)(a, blocks, head, position, slot, decay, q, o, scratch, 1); break;
+            case 2: FN(attend)(a, blocks, head, position, slot, decay, q, o, scratch, 2); break;
+            case 3: FN(attend)(a, blocks, head, position, slot, decay, q, o, scratch, 3); break;
+            default: FN(attend)(a, blocks, head, position, slot, decay, q, o, scratch, 4);
+        }
+        decay = 1.0f; /* an old score decays once per query, not per group */
+    }
+}
+
+int NAME(const h2o_decode_args *a) {
+    const int64_t items = a->num_rows * a->num_kv_heads;
+    int failed = 0;
+#pragma omp parallel num_threads(a->num_threads)
+    {
+        float *scratch =
+            malloc(sizeof(float) * H2O_GROUP * (a->budget + 2 * a->head_size));
+        if (!scratch) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < items; ++i)
+            if (scratch) FN(step)(a, i / a->num_kv_heads, i % a->num_kv_heads, scratch);
+        free(scratch);
+    }
+    return failed;
+}
+
+#undef FN
+#undef CAT
+#undef CAT_
+#undef NAME
+#undef ELEM
+#undef TO_F32
+#undef FROM_F32

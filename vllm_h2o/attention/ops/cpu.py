@@ -1,0 +1,191 @@
+"""The C kernel: built with the system's compiler at first use, cached, by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.pages import Pages
+
+_SOURCES = Path(__file__).parents[1] / "csrc"
+# Sums may be reordered so that they vectorize; divisions must stay exact, and
+# comparisons of infinities defined, so no -ffast-math.
+_FLAGS = (
+    "-shared -fPIC -O3 -march=native -fopenmp -fno-math-errno "
+    "-fno-trapping-math -fassociative-math -fno-signed-zeros"
+).split()
+
+_FUNCTIONS = {
+    torch.float32: "h2o_decode_float32",
+    torch.bfloat16: "h2o_decode_bfloat16",
+    torch.float16: "h2o_decode_float16",
+}
+
+_POINTERS = (
+    "query key value output cache block_table positions first_queries".split()
+)
+_INTEGERS = (
+    "num_rows num_heads num_kv_heads head_size block_size "
+    "query_stride key_stride value_stride output_stride "
+    "block_table_stride page_stride state_offset "
+    "budget heavy_slots pinned_slots whole_blocks score_mean num_threads"
+).split()
+_FLOATS = "scale softcap score_decay".split()
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `h2o_decode_args` in decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_float) for name in _FLOATS),
+    ]
+
+
+def decode_resident(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: Pages,
+    rows: ResidentRows,
+    params: DecodeParams,
+    output: torch.Tensor,
+) -> None:
+    """See `vllm_h2o.attention.ops.decode_resident`."""
+    num_rows, num_heads, head_size = query.shape
+    layout = params.layout
+    check_supported(query.dtype, head_size, layout.block_size)
+    for tensor in (query, key, value, output):
+        assert tensor.dtype == query.dtype
+        assert tensor.stride(1) == head_size and tensor.stride(2) == 1
+    assert rows.block_table.dtype == torch.int32
+    assert rows.block_table.stride(1) == 1
+    assert rows.positions.is_contiguous() and rows.first_queries.is_contiguous()
+    args = _Args(
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        output=output.data_ptr(),
+        cache=pages.keys.data_ptr(),
+        block_table=rows.block_table.data_ptr(),
+        positions=rows.positions.data_ptr(),
+        first_queries=rows.first_queries.data_ptr(),
+        num_rows=num_rows,
+        num_heads=num_heads,
+        num_kv_heads=key.shape[1],
+        head_size=head_size,
+        block_size=layout.block_size,
+        query_stride=query.stride(0),
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        output_stride=output.stride(0),
+        block_table_stride=rows.block_table.stride(0),
+        page_stride=pages.page_stride,
+        state_offset=pages.state_offset,
+        budget=layout.budget,
+        heavy_slots=layout.heavy_slots,
+        pinned_slots=layout.pinned_slots,
+        whole_blocks=layout.whole_blocks,
+        score_mean=params.mean,
+        num_threads=torch.get_num_threads(),
+        scale=params.scale,
+        softcap=params.softcap,
+        score_decay=params.score_decay,
+    )
+    if getattr(_library(), _FUNCTIONS[query.dtype])(ctypes.byref(args)):
+        raise MemoryError("the H2O decode kernel could not allocate its scratch")
+
+
+def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None:
+    """Raise ValueError for what the kernel does not have."""
+    if dtype not in _FUNCTIONS:
+        raise ValueError(
+            f"H2O on CPU has no kernel for dtype {dtype} (--dtype): "
+            "use float32, bfloat16 or float16"
+        )
+    if head_size % 16 or block_size % 16:
+        raise ValueError(
+            f"H2O on CPU needs a head size ({head_size}) and a --block-size "
+            f"({block_size}) that are multiples of 16"
+        )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Load the kernel, building it when this machine has no copy yet."""
+    target = _cache_folder() / f"h2o_decode-{_fingerprint()}.so"
+    if not target.exists():
+        _build(target)
+    # torch has loaded its OpenMP by now; the same soname makes ours resolve to
+    # it, so both share one pool of threads.
+    library = ctypes.CDLL(str(target))
+    for name in _FUNCTIONS.values():
+        getattr(library, name).restype = ctypes.c_int
+    return library
+
+
+def build() -> None:
+    """Build (if needed) and load the kernel, so that no request waits for it."""
+    _library()
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("VLLM_H2O_CACHE", Path.home() / ".cache" / "vllm_h2o")
+    return Path(root) / "kernels"
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise RuntimeError(
+        "H2O on CPU needs a C compiler to build its kernel and found none: "
+        "install gcc or clang, or set CC to one"
+    )
+
+
+def _fingerprint() -> str:
+    """Identify source, flags, compiler and processor (-march=native)."""
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    digest.update(" ".join(_FLAGS).encode())
+    digest.update(_compiler().encode())
+    digest.update(_processor().encode())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    keys = ("model name", "flags", "Features")
+    return "".join(sorted({line for line in lines if line.startswith(keys)}))
+
+
+def _build(target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Workers of one engine may build at the same time: each into a file of its
+    # own, the rename is atomic.
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        partial = Path(folder) / target.name
+        command = [_compiler(), *_FLAGS, str(_SOURCES / "decode.c")]
+        command += ["-o", str(partial), "-lm"]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(
+                f"building the H2O kernel failed: {' '.join(command)}\n{result.stderr}"
+            )
+        partial.rename(target)

@@ -1,0 +1,94 @@
+"""Views into the pages of one layer's KV cache.
+
+A page is one block of one layer: vLLM's keys and values of all KV heads, then
+what H2O keeps beside them, per KV head and slot: a float32 score and an int32
+birth position. Only resident blocks use the latter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SCORE_BYTES = 4
+BIRTH_BYTES = 4
+
+
+def state_bytes(num_kv_heads: int, block_size: int) -> int:
+    """Bytes of a page that hold scores and births."""
+    return num_kv_heads * block_size * (SCORE_BYTES + BIRTH_BYTES)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """All pages of a layer, in vLLM's CPU layout with ISA `vec`.
+
+    Attributes:
+        keys: `[num_blocks, num_kv_heads, head_size, block_size]`, column-major.
+        values: `[num_blocks, num_kv_heads, block_size, head_size]`.
+        scores: `[num_blocks, num_kv_heads, block_size]` float32.
+        births: `[num_blocks, num_kv_heads, block_size]` int32.
+        page_stride: Bytes from a page to the next.
+        state_offset: Bytes from the start of a page to its scores.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scores: torch.Tensor
+    births: torch.Tensor
+    page_stride: int
+    state_offset: int
+
+    @classmethod
+    def view(cls, kv_cache: torch.Tensor) -> Pages:
+        """View a cache as vLLM hands it to a layer.
+
+        Args:
+            kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`
+                whose block stride leaves room for the state of each page.
+        """
+        num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
+        head_size = double_head // 2
+        item = kv_cache.element_size()
+        page_stride = kv_cache.stride(0) * item
+        content = num_kv_heads * block_size * double_head * item
+        assert kv_cache[0].is_contiguous(), "KV heads of a page are not contiguous"
+        assert page_stride >= content + state_bytes(num_kv_heads, block_size), (
+            f"a page of {page_stride} bytes has no room for scores: "
+            "the layer's KV cache spec is not H2O's"
+        )
+        half = block_size * head_size
+        start = kv_cache.storage_offset()
+        block, head = kv_cache.stride(0), 2 * half
+        keys = kv_cache.as_strided(
+            (num_blocks, num_kv_heads, head_size, block_size),
+            (block, head, block_size, 1),
+            start,
+        )
+        values = kv_cache.as_strided(
+            (num_blocks, num_kv_heads, block_size, head_size),
+            (block, head, head_size, 1),
+            start + half,
+        )
+        state = num_kv_heads * block_size
+        first = start * item + content
+        shape = (num_blocks, num_kv_heads, block_size)
+        strides = (page_stride // 4, block_size, 1)
+        scores = _words(kv_cache, torch.float32).as_strided(shape, strides, first // 4)
+        births = _words(kv_cache, torch.int32).as_strided(
+            shape, strides, first // 4 + state
+        )
+        return cls(keys, values, scores, births, page_stride, content)
+
+    @property
+    def block_size(self) -> int:
+        """Token slots per block."""
+        return self.keys.shape[3]
+
+
+def _words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole storage of `tensor` as 4-byte words."""
+    storage = tensor.untyped_storage()
+    words = torch.empty(0, dtype=dtype, device=tensor.device)
+    return words.set_(storage, 0, (storage.nbytes() // 4,))

@@ -1,0 +1,1 @@
+"""Counting: blocks per request, decided by the scheduler from token counts alone."""

@@ -1,0 +1,245 @@
+"""The block manager: dense blocks while a request prefills, then a fixed few.
+
+Everything here follows from token counts; no score reaches the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.request import Request
+
+    from vllm_h2o.core.spec import H2OAttentionSpec
+
+
+class H2OManager(FullAttentionManager):
+    """Blocks of the requests in one group of H2O layers.
+
+    `req_to_blocks[request]` mirrors the worker's append-only row:
+
+        [0, cdiv(n, block_size))       dense, while the prompt is read
+        [.., dense_columns)            null blocks, from the transition step on
+        [dense_columns, ..)            resident blocks, private, at most the budget
+
+    Once the transition step has been processed, the dense blocks are released
+    and their columns become null blocks too.
+    """
+
+    # A hit that ends inside a block would make its tail private by a copy.
+    supports_fine_grained_hash_lookup = False
+
+    def __init__(self, kv_cache_spec: H2OAttentionSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.budget = kv_cache_spec.layout.budget
+        self.dense_columns = kv_cache_spec.dense_columns
+        self.blocks_freed = 0
+        self._prefill_end: dict[str, int] = {}
+
+    # ---------------------------------------------------------------- counting
+
+    def begin_prefill(self, request_id: str, prefill_end: int) -> None:
+        """Note where the prompt ends, before the first allocation.
+
+        Args:
+            request_id: A request that holds no blocks here.
+            prefill_end: Tokens known now: the prompt, and after a preemption
+                what was generated before it.
+        """
+        assert not self.req_to_blocks.get(request_id)
+        self._prefill_end[request_id] = prefill_end
+
+    def prefill_end(self, request_id: str) -> int:
+        """Tokens that the request computes densely."""
+        return self._prefill_end[request_id]
+
+    def _required(self, request_id: str, num_tokens: int) -> tuple[int, int]:
+        """Dense and resident blocks that `num_tokens` tokens need."""
+        end = self._prefill_end[request_id]
+        dense = cdiv(min(num_tokens, end), self.block_size)
+        resident = 0
+        if num_tokens >= end:
+            resident = cdiv(min(num_tokens, self.budget), self.block_size)
+        return dense, resident
+
+    def _missing(
+        self, request_id: str, num_tokens: int, num_hit_blocks: int = 0
+    ) -> tuple[int, int]:
+        """Dense and resident blocks still to allocate for `num_tokens`."""
+        dense, resident = self._required(request_id, num_tokens)
+        held = len(self.req_to_blocks.get(request_id, ())) + num_hit_blocks
+        if held > self.dense_columns:
+            return 0, max(resident - (held - self.dense_columns), 0)
+        return max(dense - held, 0), resident
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """See the base class. At admission this counts dense plus resident
+        blocks of the full sequence, so an admitted request can transition."""
+        missing = self._missing(request_id, num_tokens, len(new_computed_blocks))
+        return sum(missing) + self._get_num_evictable_blocks(new_computed_blocks)
+
+    # -------------------------------------------------------------- allocating
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Append what `num_tokens` need; in the transition step pad and go on."""
+        dense, resident = self._missing(request_id, num_tokens)
+        blocks = self.req_to_blocks[request_id]
+        start = len(blocks)
+        blocks.extend(self._new_blocks(dense))
+        if resident:
+            padding = max(self.dense_columns - len(blocks), 0)
+            blocks.extend([self._null_block] * padding)
+            blocks.extend(self._new_blocks(resident))
+        return blocks[start:]
+
+    def _new_blocks(self, count: int) -> list[KVCacheBlock]:
+        if not count:
+            return []
+        blocks = self.block_pool.get_new_blocks(count)
+        if self._record_new_block_ids:
+            self.new_block_ids.extend(block.block_id for block in blocks)
+        return blocks
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Release the dense blocks once no step in flight can read them."""
+        if not self.is_resident(request_id):
+            return
+        end = self._prefill_end[request_id]
+        if processed_computed_tokens < end:
+            return
+        blocks = self.req_to_blocks[request_id]
+        last = cdiv(end, self.block_size)
+        if blocks[last - 1] is self._null_block:
+            return
+        self._remove_blocks_in_range(request_id, 0, last)
+        self.blocks_freed += last
+
+    def is_resident(self, request_id: str) -> bool:
+        """Whether the request's transition step has been scheduled."""
+        return len(self.req_to_blocks.get(request_id, ())) > self.dense_columns
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Drop the request's state with its blocks."""
+        self._prefill_end.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    # ---------------------------------------------------------- prefix caching
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
+        """Publish prompt blocks only: what comes later saw a compressed past."""
+        request_id = request.request_id
+        num_tokens = min(num_tokens, self._prefill_end[request_id])
+        cached = self.num_cached_block.get(request_id, 0)
+        if cached < num_tokens // self.block_size:
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """Hits that leave the observation window to be computed.
+
+        So which tokens survive never depends on what the cache happened to hold.
+        Full attention is looked up once and first, with `max_length` one token
+        short of the prompt.
+        """
+        tail = kv_cache_spec.uncached_prompt_tail  # type: ignore[attr-defined]
+        max_length = 0 if tail is None else max(max_length + 1 - tail, 0)
+        return super().find_longest_cache_hit(
+            block_hashes,
+            max_length,
+            kv_cache_group_ids,
+            block_pool,
+            kv_cache_spec,
+            drop_eagle_block,
+            alignment_tokens,
+            dcp_world_size,
+            pcp_world_size,
+        )
+
+    # --------------------------------------------------------------- integrity
+
+    def check_request(self, request_id: str) -> None:
+        """Assert that a request's row has the shape that its counts imply."""
+        blocks = self.req_to_blocks[request_id]
+        end = self._prefill_end[request_id]
+        dense = cdiv(end, self.block_size)
+        null = self._null_block
+        if not self.is_resident(request_id):
+            assert len(blocks) <= dense
+            assert null not in blocks
+            return
+        prompt, padding = blocks[:dense], blocks[dense : self.dense_columns]
+        resident = blocks[self.dense_columns :]
+        assert all(b is null for b in prompt) or null not in prompt
+        assert all(b is null for b in padding)
+        assert 0 < len(resident) <= self.budget // self.block_size
+        for block in resident:
+            assert block.ref_cnt == 1, f"resident block {block} is shared"
+            assert block.block_hash is None, f"resident block {block} is published"
+
+
+def check_integrity(
+    managers: Iterable[SingleTypeKVCacheManager],
+    in_flight: Iterable[KVCacheBlock] = (),
+) -> None:
+    """Assert that every block of a pool is free, null, or owned as counted.
+
+    Args:
+        managers: All managers of one block pool.
+        in_flight: Blocks that the scheduler holds back besides, one each per
+            reference.
+    """
+    managers = tuple(managers)
+    pool, null = managers[0].block_pool, managers[0].block_pool.null_block
+    owners = Counter(block.block_id for block in in_flight if block is not null)
+    for manager in managers:
+        for request_id, blocks in manager.req_to_blocks.items():
+            owners.update(b.block_id for b in blocks if b is not null)
+            if isinstance(manager, H2OManager) and blocks:
+                manager.check_request(request_id)
+    free = {b.block_id for b in pool.free_block_queue.get_all_free_blocks()}
+    assert len(free) == pool.get_num_free_blocks()
+    for block in pool.blocks:
+        if block is null:
+            continue
+        count = owners.get(block.block_id, 0)
+        assert block.ref_cnt == count, f"{block} has {count} owners"
+        assert (block.block_id in free) == (count == 0), f"{block} is lost or reused"

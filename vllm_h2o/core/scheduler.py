@@ -1,0 +1,97 @@
+"""vLLM's scheduler, plus: where each prompt ends, the step's plan, the counters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from vllm_h2o.core.manager import H2OManager
+from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan, RowPlan
+from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.core.stats import H2OStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class H2OScheduler(AsyncScheduler):
+    """Counts tokens; never sees a score."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.h2o_managers = [
+            manager
+            for manager in self.kv_cache_manager.coordinator.single_type_managers
+            if isinstance(manager, H2OManager)
+        ]
+        if not self.h2o_managers:
+            raise ValueError(
+                "H2O is on but no layer of this model has full attention that it "
+                "could compress: drop --kv-policy (kv_policy, enable_h2o)"
+            )
+        self.h2o_stats = H2OStats()
+        logger.info_once("%s", self._summary())
+
+    def _get_local_prefix_cache_hit(self, request: Request):
+        # Called for every request that is about to be admitted, before its
+        # first allocation, also after a preemption.
+        for manager in self.h2o_managers:
+            manager.begin_prefill(request.request_id, request.num_tokens)
+        return super()._get_local_prefix_cache_hit(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step and hang its plan on the output."""
+        output = super().schedule(throttle_prefills)
+        rows = self._plan_rows(output)
+        self.h2o_stats.count_step(
+            rows.values(), self.h2o_managers, self._spec.layout, output
+        )
+        plan = ResidencyPlan(rows, self.h2o_stats.as_dict())
+        setattr(output, PLAN_ATTRIBUTE, plan)
+        return output
+
+    def _plan_rows(self, output: SchedulerOutput) -> dict[str, RowPlan]:
+        manager = self.h2o_managers[0]
+        rows = {}
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            # schedule() has already advanced num_computed_tokens past this step.
+            computed = self.requests[request_id].num_computed_tokens - scheduled
+            end = manager.prefill_end(request_id)
+            rows[request_id] = RowPlan(computed, scheduled, end)
+        return rows
+
+    def shutdown(self) -> None:
+        """Log the counters and shut down."""
+        logger.info("H2O counters: %s", self.h2o_stats)
+        super().shutdown()
+
+    @property
+    def _spec(self) -> H2OAttentionSpec:
+        spec = self.h2o_managers[0].kv_cache_spec
+        assert isinstance(spec, H2OAttentionSpec)
+        return spec
+
+    def _summary(self) -> str:
+        spec, config, layout = self._spec, self._spec.h2o, self._spec.layout
+        usable = self.kv_cache_config.num_blocks - 1
+        full = cdiv(self.max_model_len, spec.block_size)
+        groups = len(self.h2o_managers)
+        resident = usable // (layout.budget_blocks * groups)
+        return (
+            f"H2O is on: policy {config.policy}, budget {layout.budget} tokens "
+            f"({layout.budget_blocks} blocks of {spec.block_size}): "
+            f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
+            f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
+            f"score {config.score}, decay {config.score_decay:g}, "
+            f"observation window {config.observation_window}, "
+            f"pooling {config.pooling}. After its prompt a request holds at most "
+            f"{layout.budget} KV tokens (stock: {self.max_model_len}); the pool of "
+            f"{usable} blocks fits {resident} such requests, or "
+            f"{usable // (full * groups)} full-length ones."
+        )

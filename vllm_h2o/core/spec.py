@@ -1,0 +1,120 @@
+"""The KV cache spec of a layer that H2O compresses.
+
+Block table row of a request (columns):
+
+    [0, dense_columns)                    the prompt, exactly as stock vLLM
+    [dense_columns, + budget_blocks)      the resident blocks, private
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Self
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
+
+from vllm_h2o.attention.pages import state_bytes
+from vllm_h2o.policy.config import ALL_QUERIES, H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OAttentionSpec(FullAttentionSpec):
+    """Full attention whose requests become resident after their prompt.
+
+    Attributes:
+        h2o: The policy.
+        max_model_len: Longest sequence in tokens, sizes the dense columns.
+    """
+
+    h2o: H2OConfig = field(default_factory=H2OConfig)
+    max_model_len: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A page ends with the scores and births of its slots. vLLM's own page
+        # padding keeps them out of the view that stock kernels get.
+        needed = self.unpadded_page_size_bytes + state_bytes(
+            self.num_kv_heads, self.block_size
+        )
+        padded = max(needed, self.page_size_padded or 0)
+        object.__setattr__(self, "page_size_padded", padded)
+
+    @classmethod
+    def of(cls, spec: FullAttentionSpec, h2o: H2OConfig, max_model_len: int) -> Self:
+        """Rebuild a full-attention spec as H2O's."""
+        return replace_as(spec, cls, h2o=h2o, max_model_len=max_model_len)
+
+    @property
+    def layout(self) -> SlotLayout:
+        """The slots of a request at this block size."""
+        return SlotLayout.from_config(self.h2o, self.block_size, self.max_model_len)
+
+    @property
+    def dense_columns(self) -> int:
+        """Block table columns that are the prompt's."""
+        return cdiv(self.max_model_len, self.block_size)
+
+    @property
+    def uncached_prompt_tail(self) -> int | None:
+        """Last prompt tokens whose queries must run; None: all of them."""
+        if self.h2o.observation_window == ALL_QUERIES:
+            return None
+        assert isinstance(self.h2o.observation_window, int)
+        return self.h2o.observation_window
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        """Columns of the worker's block table."""
+        return self.dense_columns + self.layout.budget_blocks
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Bytes of the longest request in the step of its transition."""
+        blocks = self.dense_columns + self.layout.budget_blocks
+        return blocks * self.page_size_bytes
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        """Merge the specs of the layers of one group.
+
+        Raises:
+            AssertionError: A layer has another spec; vLLM then groups by type.
+        """
+        # FullAttentionSpec.merge would rebuild only its own fields, and with a
+        # plain spec first would silently turn eviction off.
+        assert all(type(spec) is cls for spec in specs), (
+            "layers with and without H2O can not share a KV cache group"
+        )
+        merged = specs[0]
+        for spec in specs[1:]:
+            for f in fields(AttentionSpec):
+                assert getattr(spec, f.name) == getattr(merged, f.name), (
+                    "All attention layers in the same KV cache group must have "
+                    "the same attention spec."
+                )
+            assert spec == merged
+        return merged
+
+
+def register() -> None:
+    """Tell vLLM which manager serves this spec; idempotent.
+
+    Workers send specs to the engine core by pickle, so importing this module is
+    what every process that meets the spec does.
+    """
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from vllm_h2o.core.manager import H2OManager
+
+    # Registering into an empty registry would hide the built-in specs in this
+    # process: vLLM fills it only while it is empty.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        H2OAttentionSpec, H2OManager, uniform_type_base_spec=FullAttentionSpec
+    )
+
+
+register()

@@ -1,0 +1,228 @@
+"""The engine arguments: `enable_h2o`, `kv_policy`, `h2o_*`.
+
+Target: `vllm.engine.arg_utils.EngineArgs` and `AsyncEngineArgs`.
+Why: a dataclass that rejects unknown names; vLLM offers plugins no way in.
+How: fields are added to the dataclass, `__init__` and `add_cli_args` wrapped.
+Upstream: patches/0001-engine-args-h2o.patch does the same in the source; this
+    module then stands down.
+Remove when: vLLM lets a plugin add engine arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from vllm_h2o.core.settings import CONFIG_KEY, parse_settings, settings_of
+from vllm_h2o.policy.config import (
+    OPTION_NAMES,
+    POLICY_NAMES,
+    PRESETS,
+    parse_budget,
+    parse_window,
+    resolve_config,
+)
+
+SCHEDULER_CLS = "vllm_h2o.core.scheduler.H2OScheduler"
+WORKER_CLS = {"cpu": "vllm_h2o.plugin.worker.H2OCPUWorker"}
+
+_PREFIX = "h2o_"
+
+
+@dataclass
+class H2OEngineArgs:
+    """H2O's engine arguments; None: not given, the preset's value holds."""
+
+    enable_h2o: bool | None = None
+    kv_policy: str | None = None
+    h2o_budget: int | str | None = None
+    h2o_recent_ratio: float | None = None
+    h2o_sinks: int | None = None
+    h2o_observation_window: int | str | None = None
+    h2o_pooling: int | None = None
+    h2o_score: str | None = None
+    h2o_score_decay: float | None = None
+    h2o_eviction_unit: str | None = None
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(H2OEngineArgs))
+assert {name.removeprefix(_PREFIX) for name in _FIELDS[2:]} == set(OPTION_NAMES)
+
+
+def extend(module: ModuleType) -> None:
+    """Add the arguments to the classes of `vllm.engine.arg_utils`; idempotent."""
+    engine_args = module.EngineArgs
+    if "kv_policy" in engine_args.__dataclass_fields__:
+        return  # extended already, or built from patched sources
+    for cls in (engine_args, module.AsyncEngineArgs):
+        for name in _FIELDS:
+            cls.__dataclass_fields__[name] = H2OEngineArgs.__dataclass_fields__[name]
+            setattr(cls, name, None)
+        cls.__init__ = _wrap_init(cls.__init__)
+    engine_args.add_cli_args = staticmethod(_wrap_cli(engine_args.add_cli_args))
+    engine_args.create_engine_config = _wrap_config(engine_args.create_engine_config)
+
+
+def _wrap_init(init):
+    @functools.wraps(init)
+    def wrapped(self, *args: Any, **kwargs: Any) -> None:
+        for name in _FIELDS:
+            setattr(self, name, kwargs.pop(name, None))
+        init(self, *args, **kwargs)
+        apply(self)
+
+    return wrapped
+
+
+def _wrap_cli(add_cli_args):
+    @functools.wraps(add_cli_args)
+    def wrapped(parser):
+        parser = add_cli_args(parser)
+        add_cli_group(parser)
+        return parser
+
+    return wrapped
+
+
+def _wrap_config(create_engine_config):
+    @functools.wraps(create_engine_config)
+    def wrapped(self, *args: Any, **kwargs: Any):
+        vllm_config = create_engine_config(self, *args, **kwargs)
+        check(vllm_config)
+        return vllm_config
+
+    return wrapped
+
+
+def apply(engine_args: Any) -> None:
+    """Turn the arguments into vLLM's own; nothing when H2O is not asked for.
+
+    Raises:
+        ValueError: Bad or contradictory arguments.
+    """
+    options = {
+        name.removeprefix(_PREFIX): getattr(engine_args, name)
+        for name in _FIELDS[2:]
+        if getattr(engine_args, name) is not None
+    }
+    config = resolve_config(engine_args.kv_policy, engine_args.enable_h2o, options)
+    if config is None:
+        return
+    # Merged, so that a user's own additional_config is kept.
+    additional = dict(engine_args.additional_config or {})
+    given = additional.get(CONFIG_KEY)
+    if given is not None and parse_settings(given) != config:
+        raise ValueError(
+            f"additional_config['{CONFIG_KEY}']={given!r} contradicts "
+            f"kv_policy={config.policy!r} and the h2o_* options: give one of them"
+        )
+    additional[CONFIG_KEY] = settings_of(config, options)
+    engine_args.additional_config = additional
+    _claim(engine_args, "scheduler_cls", None, SCHEDULER_CLS)
+    _claim(engine_args, "worker_cls", "auto", _worker_cls())
+
+
+def check(vllm_config: Any) -> None:
+    """Refuse what H2O can not serve, before any weight is loaded."""
+    from vllm_h2o.plugin.validate import check_vllm_config
+
+    check_vllm_config(vllm_config)
+
+
+def _worker_cls() -> str:
+    from vllm.platforms import current_platform
+
+    try:
+        return WORKER_CLS[current_platform.device_type]
+    except KeyError:
+        raise ValueError(
+            f"kv_policy (--kv-policy) is given, but H2O has no worker for device "
+            f"{current_platform.device_type!r} yet: use {', '.join(WORKER_CLS)}, or "
+            "drop --kv-policy"
+        ) from None
+
+
+def _claim(engine_args: Any, name: str, default: str | None, ours: str) -> None:
+    given = getattr(engine_args, name)
+    if given not in (default, ours):
+        raise ValueError(
+            f"{name}={given!r} (--{name.replace('_', '-')}) contradicts kv_policy "
+            f"(--kv-policy), which needs {name}={ours!r}: drop one of them"
+        )
+    setattr(engine_args, name, ours)
+
+
+def add_cli_group(parser: Any) -> None:
+    """Add the group `H2O` to vLLM's command line."""
+    group = parser.add_argument_group(
+        title="H2O",
+        description="KV-cache eviction (vllm-h2o). A policy is a preset; an explicit "
+        "option overrides it. Defaults in brackets are those of the preset h2o.",
+    )
+    default = PRESETS["h2o"]
+
+    def add(name: str, help_: str, **kwargs: Any) -> None:
+        option = name.removeprefix(_PREFIX)
+        shown = getattr(default, option, None)
+        if shown is not None:
+            help_ = f"{help_} [{shown}]"
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, default=None, help=help_.replace("%", "%%"), **kwargs)
+
+    add(
+        "kv_policy",
+        "Which tokens keep their KV: full keeps all (stock vLLM). [full]",
+        choices=POLICY_NAMES,
+    )
+    add("enable_h2o", "Same as --kv-policy h2o.", action="store_true")
+    add(
+        "h2o_budget",
+        "Token slots per request, rounded up to whole blocks, or a percentage of "
+        "--max-model-len such as 20%.",
+        type=_cli(parse_budget),
+    )
+    add(
+        "h2o_recent_ratio",
+        "Share of the budget for the most recent tokens, 0 to 1, in whole blocks.",
+        type=float,
+    )
+    add("h2o_sinks", "First tokens that are never evicted, in tokens.", type=int)
+    add(
+        "h2o_observation_window",
+        "How many of the last prompt queries score the prompt, in tokens, or all.",
+        type=_cli(parse_window),
+    )
+    add(
+        "h2o_pooling",
+        "Width of the max-pool over prompt positions, odd, in tokens; 1: none.",
+        type=int,
+    )
+    add(
+        "h2o_score",
+        "Compare tokens by the sum of the attention they got, or by its mean over "
+        "the queries that could see them.",
+        choices=("sum", "mean"),
+    )
+    add("h2o_score_decay", "Factor on old scores per new query, 0 to 1.", type=float)
+    add(
+        "h2o_eviction_unit",
+        "Whether tokens or whole blocks compete.",
+        choices=("token", "block"),
+    )
+
+
+def _cli(parse):
+    """Let argparse show the parser's own message."""
+    import argparse
+
+    @functools.wraps(parse)
+    def wrapped(text: str):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return wrapped

@@ -1,0 +1,72 @@
+"""The worker: registers the backend, hands each step's plan to the builders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
+from vllm_h2o.attention.ops import cpu
+from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
+from vllm_h2o.plugin.validate import check_kv_cache_config, check_vllm_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+class H2OCPUWorker(CPUWorker):
+    """vLLM's CPU worker with H2O's attention backend."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        # Again here: --worker-cls may be given without our engine arguments.
+        check_vllm_config(vllm_config)
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "vllm_h2o.attention.backend.H2OAttentionBackend",
+        )
+        cpu.build()
+        self._plan = ResidencyPlan()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """The specs of the layers; the backend reads the policy from the config."""
+        with set_current_vllm_config(self.vllm_config):
+            return super().get_kv_cache_spec()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache, then connect the builders to the steps."""
+        check_kv_cache_config(self.vllm_config, kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
+        # The V1 runner keeps its batch in the row order of the step.
+        runner = self.model_runner
+        self._step = StepRows(lambda: runner.input_batch.req_ids)
+        for group in runner._attn_group_iterator():
+            for builder in group.metadata_builders:
+                if isinstance(builder, H2OMetadataBuilder):
+                    builder.bind(self._step)
+
+    def execute_model(self, scheduler_output: SchedulerOutput):
+        """Run a step under the scheduler's plan."""
+        plan = getattr(scheduler_output, PLAN_ATTRIBUTE, None)
+        if plan is None:
+            raise RuntimeError(
+                "H2O's worker got a step without a plan: --worker-cls is H2O's but "
+                "--scheduler-cls is not; use --kv-policy, or give both"
+            )
+        self._plan = plan
+        gone = {*scheduler_output.finished_req_ids}
+        gone |= scheduler_output.preempted_req_ids or set()
+        self._step.begin(plan, sorted(gone))
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            self._step.end()
+
+    def h2o_stats(self) -> dict[str, int]:
+        """The scheduler's counters up to the last executed step."""
+        return self._plan.stats

@@ -1,0 +1,114 @@
+"""The resident slots of one request: a heavy set and a ring of recent tokens.
+
+    slots [0, sinks)                 the first tokens, never evicted
+    slots [sinks, heavy_slots)       heavy hitters, won by score
+    slots [heavy_slots, budget)      a ring over the last recent_slots tokens
+
+`budget`, `heavy_slots` and `recent_slots` are multiples of the block size,
+except that a policy without a heavy set has just its sinks there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_h2o.policy.config import ALL_QUERIES, H2OConfig
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Where the tokens of a resident request live, in token slots.
+
+    Attributes:
+        block_size: Token slots per block.
+        heavy_slots: Slots before the ring, sinks included.
+        recent_slots: Slots of the ring.
+        sinks: Leading heavy slots that are never overwritten.
+        whole_blocks: Whether blocks compete instead of tokens.
+    """
+
+    block_size: int
+    heavy_slots: int
+    recent_slots: int
+    sinks: int
+    whole_blocks: bool
+
+    @classmethod
+    def from_config(
+        cls, config: H2OConfig, block_size: int, max_model_len: int
+    ) -> SlotLayout:
+        """Round a config to blocks.
+
+        Raises:
+            ValueError: The budget leaves no heavy or no recent block, or the
+                sinks do not fit the heavy set.
+        """
+        asked = config.budget_tokens(max_model_len)
+        blocks = -(-asked // block_size)
+        if blocks < 2:
+            raise ValueError(
+                f"h2o_budget (--h2o-budget) is {config.budget!r}, {asked} tokens: "
+                f"less than two blocks of {block_size}, a heavy and a recent one; "
+                f"use {block_size + 1} or more, or a smaller --block-size"
+            )
+        budget = blocks * block_size
+        if config.keeps_heavy_set:
+            recent_blocks = round(blocks * config.recent_ratio)
+            recent_blocks = min(max(recent_blocks, 1), blocks - 1)
+            heavy = budget - recent_blocks * block_size
+        else:
+            heavy = config.sinks
+        if config.sinks > heavy or heavy >= budget:
+            raise ValueError(
+                f"h2o_sinks (--h2o-sinks) is {config.sinks}: more than the {heavy} "
+                f"slots of the heavy set that h2o_budget={config.budget!r} leaves; "
+                "use fewer sinks or a larger budget"
+            )
+        return cls(
+            block_size=block_size,
+            heavy_slots=heavy,
+            recent_slots=budget - heavy,
+            sinks=config.sinks,
+            whole_blocks=config.eviction_unit == "block",
+        )
+
+    @property
+    def budget(self) -> int:
+        """Token slots of a request."""
+        return self.heavy_slots + self.recent_slots
+
+    @property
+    def budget_blocks(self) -> int:
+        """Blocks of a request that fills its budget."""
+        return self.budget // self.block_size
+
+    @property
+    def pinned_slots(self) -> int:
+        """Leading slots that competition never touches.
+
+        In whole-block mode a block that holds a sink is pinned whole.
+        """
+        if not self.whole_blocks:
+            return self.sinks
+        return -(-self.sinks // self.block_size) * self.block_size
+
+    def slot(self, position: int) -> int:
+        """Slot that the token at `position` is written to."""
+        if position < self.heavy_slots:
+            return position
+        return self.heavy_slots + (position - self.heavy_slots) % self.recent_slots
+
+    def resident_tokens(self, num_tokens: int) -> int:
+        """Tokens of a sequence of `num_tokens` that are still held."""
+        if num_tokens <= self.budget or not self.whole_blocks:
+            return min(num_tokens, self.budget)
+        # The ring block being rewritten holds only its new tokens.
+        return self.budget - (-num_tokens) % self.block_size
+
+
+def first_observer(config: H2OConfig, prefill_end: int) -> int:
+    """Position of the first prompt query whose attention is scored."""
+    if config.observation_window == ALL_QUERIES:
+        return 0
+    assert isinstance(config.observation_window, int)
+    return max(0, prefill_end - config.observation_window)

@@ -1,0 +1,84 @@
+"""The transition: which prompt tokens each KV head keeps, and in which slots."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.scores import comparable
+
+
+def select_residents(
+    scores: torch.Tensor, config: H2OConfig, layout: SlotLayout, first_query: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the resident tokens of a prompt, per KV head.
+
+    The recent window and the sinks stay; the other heavy slots go to the
+    highest scores among what is older, ties to the lower position.
+
+    Args:
+        scores: `[num_kv_heads, n]` float32 summed scores of the whole prompt.
+        config: The policy.
+        layout: The slots.
+        first_query: Position of the first query that scored.
+
+    Returns:
+        `(positions, slots)`: `[num_kv_heads, m]` int64 token positions, and
+        `[m]` int64 slots, the same for every head, `m` the resident tokens.
+    """
+    num_kv_heads, num_tokens = scores.shape
+    everything = torch.arange(num_tokens, device=scores.device)
+    if num_tokens <= layout.budget:
+        return everything.expand(num_kv_heads, -1), everything
+    ring_start = _ring_start(layout, num_tokens)
+    recent = everything[ring_start:]
+    recent_slots = (
+        layout.heavy_slots + (recent - layout.heavy_slots) % layout.recent_slots
+    )
+    value = scores
+    if config.score == "mean":
+        value = comparable(scores, everything, first_query, num_tokens)
+    if config.pooling > 1:
+        value = F.max_pool1d(
+            value.unsqueeze(1), config.pooling, stride=1, padding=config.pooling // 2
+        ).squeeze(1)
+    value = value[:, :ring_start]
+    if layout.whole_blocks:
+        heavy = _heaviest_blocks(value, layout)
+    else:
+        heavy = _heaviest(value, layout.heavy_slots, layout.sinks)
+    positions = torch.cat([heavy, recent.expand(num_kv_heads, -1)], dim=1)
+    slots = torch.cat([everything[: layout.heavy_slots], recent_slots])
+    return positions, slots
+
+
+def _ring_start(layout: SlotLayout, num_tokens: int) -> int:
+    """First position that the ring holds after `num_tokens > budget` tokens."""
+    end = num_tokens
+    if layout.whole_blocks:
+        end += -num_tokens % layout.block_size
+    return end - layout.recent_slots
+
+
+def _heaviest(value: torch.Tensor, count: int, pinned: int) -> torch.Tensor:
+    """Indices `[num_kv_heads, count]` of the highest values, ascending.
+
+    The first `pinned` are in whatever their value is.
+    """
+    value = value.clone()
+    value[:, :pinned] = float("inf")
+    order = torch.sort(value, dim=1, descending=True, stable=True).indices
+    return order[:, :count].sort(dim=1).values
+
+
+def _heaviest_blocks(value: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
+    """Positions `[num_kv_heads, heavy_slots]` of the heaviest whole blocks."""
+    size = layout.block_size
+    block_value = value.unflatten(1, (-1, size)).sum(dim=2)
+    blocks = _heaviest(
+        block_value, layout.heavy_slots // size, layout.pinned_slots // size
+    )
+    within = torch.arange(size, device=value.device)
+    return (blocks[:, :, None] * size + within).flatten(1)
