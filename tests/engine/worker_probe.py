@@ -1,0 +1,107 @@
+"""Worker methods that tests call by RPC (`worker_extension_cls`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.core.settings import parse_settings
+
+
+class WorkerProbe:
+    """Looks into a worker; nothing of it exists in a real engine."""
+
+    def _builders(self) -> list[H2OMetadataBuilder]:
+        builders = [
+            builder
+            for group in self.model_runner._attn_group_iterator()
+            for builder in group.metadata_builders
+            if isinstance(builder, H2OMetadataBuilder)
+        ]
+        return [b for b in builders if hasattr(b, "spec")]
+
+    def _layers(self) -> dict[str, Any]:
+        context = self.vllm_config.compilation_config.static_forward_context
+        names = {name for builder in self._builders() for name in builder.layer_names}
+        return {name: context[name] for name in sorted(names, key=_layer_index)}
+
+    def probe_h2o_layers(self) -> list[str]:
+        return list(self._layers())
+
+    def probe_set_policy(self, settings: str) -> None:
+        """Change the policy of a running engine, but not its slots' counts.
+
+        What the block manager counts stays as it is: for engines without
+        prefix caching that is the budget alone.
+        """
+        config = parse_settings(json.loads(settings))
+        for builder in self._builders():
+            spec = dataclasses.replace(builder.spec, h2o=config)
+            assert spec.layout.budget == builder.layout.budget
+            builder.spec, builder.layout = spec, spec.layout
+        for layer in self._layers().values():
+            layer.impl.h2o = config
+            layer.impl._cache_address = 0
+
+    def probe_watch(self) -> None:
+        """Remember every request's resident blocks from now on."""
+        self._rows: dict[str, tuple[torch.Tensor, int]] = {}
+        for builder in self._builders():
+            if not hasattr(builder, "watched"):
+                builder.watched = True
+                builder.build = self._watching(builder, builder.build)
+
+    def _watching(self, builder: H2OMetadataBuilder, build: Any) -> Any:
+        def watched(common_prefix_len: int, common: Any, fast_build: bool = False):
+            for i, (request_id, row) in enumerate(builder.step.rows(common.num_reqs)):
+                first = builder.spec.dense_columns
+                if row.is_resident or row.is_transition:
+                    end = row.num_computed_tokens + row.num_scheduled_tokens
+                    blocks = common.block_table_tensor[
+                        i, first : first + builder.layout.budget_blocks
+                    ]
+                    self._rows[request_id] = (blocks.clone().long(), end)
+            return build(common_prefix_len, common, fast_build)
+
+        return watched
+
+    def probe_survivors(self) -> dict[str, list[list[list[int]]]]:
+        """Sorted positions by layer and KV head, of every watched request.
+
+        Valid while the blocks of a finished request have not been reused.
+        """
+        layout = self._builders()[0].layout
+        found = {}
+        for request_id, (blocks, end) in self._rows.items():
+            slots = torch.arange(min(end, layout.budget))
+            last = layout.slot(end - 1)
+            if layout.whole_blocks and end > layout.budget:
+                size = layout.block_size
+                slots = slots[(slots // size != last // size) | (slots <= last)]
+            held = blocks[slots // layout.block_size], slots % layout.block_size
+            found[request_id] = [
+                layer.impl._pages.births[held[0], :, held[1]].T.sort(dim=1)[0].tolist()
+                for layer in self._layers().values()
+            ]
+        return found
+
+    def probe_checksums(self, block_ids: list[int]) -> list[str]:
+        """A digest of each block over all layers, keys to births."""
+        digests = []
+        for block in block_ids:
+            digest = hashlib.sha256()
+            for layer in self._layers().values():
+                pages = layer.impl._pages
+                for part in (pages.keys, pages.values, pages.scores, pages.births):
+                    digest.update(part[block].contiguous().view(torch.uint8).numpy())
+            digests.append(digest.hexdigest())
+        return digests
+
+
+def _layer_index(name: str) -> int:
+    return int(name.split("layers.")[1].split(".")[0])

@@ -1,0 +1,243 @@
+"""H2O written down densely: whole attention matrices, keep-masks over positions.
+
+Shares no code with vllm_h2o. A llama in plain torch reads the prompt with full
+attention; then every policy ("variant") decodes greedily side by side, so that
+the weights are read once for all of them. Nothing is ever moved: each layer and
+KV head has a mask over all positions, and evicting is clearing a bit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One policy; `window=None` means that every prompt query scores."""
+
+    window: int | None
+    pooling: int
+    score: str
+    unit: str
+    decay: float = 1.0
+    sinks: int = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Token counts: budget = heavy + recent."""
+
+    heavy: int
+    recent: int
+    block: int
+
+    @property
+    def budget(self) -> int:
+        return self.heavy + self.recent
+
+
+class DenseLlama:
+    """A llama in float32, from a folder with config.json and safetensors."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self.weights = load_file(folder / "model.safetensors")
+        self.num_layers = config["num_hidden_layers"]
+        self.num_heads = config["num_attention_heads"]
+        self.num_kv_heads = config["num_key_value_heads"]
+        self.head_dim = config["head_dim"]
+        self.epsilon = config["rms_norm_eps"]
+        theta = config["rope_parameters"]["rope_theta"]
+        exponents = torch.arange(0, self.head_dim, 2) / self.head_dim
+        self.frequencies = 1.0 / theta**exponents
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return x * self.weights[f"model.{name}.weight"]
+
+    def linear(self, x: torch.Tensor, layer: int, name: str) -> torch.Tensor:
+        return F.linear(x, self.weights[f"model.layers.{layer}.{name}.weight"])
+
+    def rope(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate `[n, heads, head_dim]` by `[n]` positions."""
+        angles = positions[:, None] * self.frequencies
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    def project(self, x: torch.Tensor, layer: int, positions: torch.Tensor):
+        """Queries, keys, values `[n, heads, head_dim]` of hidden states `[n, d]`."""
+        hidden = self.norm(x, f"layers.{layer}.input_layernorm")
+        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        q, k, v = (
+            self.linear(hidden, layer, f"self_attn.{name}_proj").view(
+                len(x), count, self.head_dim
+            )
+            for name, count in heads.items()
+        )
+        return self.rope(q, positions), self.rope(k, positions), v
+
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor, layer: int):
+        """Residual, output projection and MLP."""
+        x = x + self.linear(attended.flatten(1), layer, "self_attn.o_proj")
+        hidden = self.norm(x, f"layers.{layer}.post_attention_layernorm")
+        gate = F.silu(self.linear(hidden, layer, "mlp.gate_proj"))
+        up = self.linear(hidden, layer, "mlp.up_proj")
+        return x + self.linear(gate * up, layer, "mlp.down_proj")
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.weights["model.embed_tokens.weight"][tokens]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x, "norm") @ self.weights["model.embed_tokens.weight"].T
+
+
+class Head:
+    """The greedy rule in one KV head of one layer of one variant."""
+
+    def __init__(self, variant: Variant, sizes: Sizes, capacity: int) -> None:
+        self.variant, self.sizes = variant, sizes
+        self.kept = torch.zeros(capacity, dtype=torch.bool)
+        self.scores = torch.zeros(capacity)
+        self.first_query = 0
+
+    def read_prompt(self, attention: torch.Tensor) -> None:
+        """Score and compress from `[group, n, n]` attention probabilities."""
+        variant, sizes = self.variant, self.sizes
+        n = attention.shape[1]
+        self.first_query = 0 if variant.window is None else max(0, n - variant.window)
+        observed = attention[:, self.first_query :].sum(dim=0)
+        ages = torch.arange(len(observed) - 1, -1, -1)
+        self.scores[:n] = (observed * (variant.decay**ages)[:, None]).sum(dim=0)
+        if n <= sizes.budget:
+            self.kept[:n] = True
+            return
+        value = self.values(n)[:n]
+        half = variant.pooling // 2
+        padded = F.pad(value, (half, half), value=float("-inf"))
+        value = padded.unfold(0, variant.pooling, 1).amax(dim=1)
+        unit = sizes.block if variant.unit == "block" else 1
+        recent_from = -(-n // unit) * unit - sizes.recent
+        self.kept[recent_from:n] = True
+        groups = value[:recent_from].view(-1, unit).sum(dim=1).tolist()
+        pinned = -(-variant.sinks // unit)
+        ranked = sorted(range(pinned, len(groups)), key=lambda i: (-groups[i], i))
+        winners = [*range(pinned), *ranked][: sizes.heavy // unit]
+        for i in winners:
+            self.kept[i * unit : (i + 1) * unit] = True
+
+    def values(self, seen: int) -> torch.Tensor:
+        """What tokens are compared by after `seen` tokens."""
+        if self.variant.score == "sum":
+            return self.scores
+        born = torch.arange(len(self.scores)).clamp(min=self.first_query)
+        return self.scores / (seen - born).clamp(min=1)
+
+    def make_room(self, position: int) -> None:
+        """H2O's step before the token at `position` joins a full set."""
+        variant, sizes = self.variant, self.sizes
+        unit = sizes.block if variant.unit == "block" else 1
+        if position < sizes.budget or position % unit:
+            return
+        leaving = (position - sizes.recent) // unit
+        pinned = -(-variant.sinks // unit)
+        end = (leaving + 1) * unit
+        value = self.values(position)[pinned * unit : end].view(-1, unit).sum(dim=1)
+        value[~self.kept[pinned * unit : end : unit]] = float("inf")
+        # Ties: what leaves the window loses, else the oldest (argmin: the first).
+        loser = int(value[:-1].argmin())
+        if value[-1] <= value[loser]:
+            loser = leaving - pinned
+        loser = (pinned + loser) * unit
+        self.kept[loser : loser + unit] = False
+
+    def accumulate(self, attention: torch.Tensor) -> None:
+        """Add `[n]` probabilities, summed over the query heads of the group."""
+        n = len(attention)
+        kept = self.kept[:n]
+        self.scores[:n] = torch.where(
+            kept, self.scores[:n] * self.variant.decay + attention, self.scores[:n]
+        )
+
+    def survivors(self) -> list[int]:
+        return self.kept.nonzero().flatten().tolist()
+
+
+@dataclass
+class Result:
+    """Greedy tokens, and survivors by layer and KV head, of one variant."""
+
+    tokens: list[int]
+    heads: list[list[Head]]
+
+
+@torch.no_grad()
+def generate(
+    model: DenseLlama,
+    prompt: list[int],
+    num_tokens: int,
+    variants: list[Variant],
+    sizes: Sizes,
+) -> list[Result]:
+    """Decode greedily under every variant."""
+    n, capacity = len(prompt), len(prompt) + num_tokens
+    group = model.num_heads // model.num_kv_heads
+    scale = model.head_dim**-0.5
+    heads = [
+        [
+            [Head(v, sizes, capacity) for _ in range(model.num_kv_heads)]
+            for _ in range(model.num_layers)
+        ]
+        for v in variants
+    ]
+    x = model.embed(torch.tensor(prompt))
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    keys, values = [], []
+    for layer in range(model.num_layers):
+        q, k, v = model.project(x, layer, torch.arange(n))
+        logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
+        attention = logits.masked_fill(~causal, float("-inf")).softmax(dim=-1)
+        mixed = torch.einsum(
+            "hqk,khd->qhd", attention, v.repeat_interleave(group, 1)
+        )
+        for g in range(model.num_kv_heads):
+            for i in range(len(variants)):
+                heads[i][layer][g].read_prompt(attention[g * group : (g + 1) * group])
+        x = model.after_attention(x, mixed, layer)
+        grown = (len(variants), model.num_kv_heads, capacity, model.head_dim)
+        keys.append(torch.zeros(grown))
+        values.append(torch.zeros(grown))
+        keys[-1][:, :, :n] = k.transpose(0, 1)
+        values[-1][:, :, :n] = v.transpose(0, 1)
+    first = int(model.logits(x[-1]).argmax())
+    tokens = [[first] for _ in variants]
+    for position in range(n, n + num_tokens - 1):
+        x = model.embed(torch.tensor([t[-1] for t in tokens]))
+        for layer in range(model.num_layers):
+            q, k, v = model.project(x, layer, torch.full((len(variants),), position))
+            keys[layer][:, :, position], values[layer][:, :, position] = k, v
+            masks = []
+            for per_variant in heads:
+                for head in per_variant[layer]:
+                    head.make_room(position)
+                    head.kept[position] = True
+                    masks.append(head.kept[: position + 1])
+            kept = torch.stack(masks).view(len(variants), model.num_kv_heads, 1, -1)
+            q = q.view(len(variants), model.num_kv_heads, group, model.head_dim)
+            past = keys[layer][:, :, : position + 1]
+            logits = q @ past.transpose(-1, -2) * scale
+            attention = logits.masked_fill(~kept, float("-inf")).softmax(dim=-1)
+            mixed = attention @ values[layer][:, :, : position + 1]
+            for i, per_variant in enumerate(heads):
+                for g, head in enumerate(per_variant[layer]):
+                    head.accumulate(attention[i, g].sum(dim=0))
+            x = model.after_attention(x, mixed.flatten(1, 2), layer)
+        for i, token in enumerate(model.logits(x).argmax(dim=-1).tolist()):
+            tokens[i].append(token)
+    return [Result(t, h) for t, h in zip(tokens, heads, strict=True)]
