@@ -17,13 +17,12 @@ class WorkerProbe:
     """Looks into a worker; nothing of it exists in a real engine."""
 
     def _builders(self) -> list[H2OMetadataBuilder]:
-        builders = [
+        return [
             builder
             for group in self.model_runner._attn_group_iterator()
             for builder in group.metadata_builders
-            if isinstance(builder, H2OMetadataBuilder)
+            if isinstance(builder, H2OMetadataBuilder) and builder.compresses
         ]
-        return [b for b in builders if hasattr(b, "spec")]
 
     def _layers(self) -> dict[str, Any]:
         context = self.vllm_config.compilation_config.static_forward_context

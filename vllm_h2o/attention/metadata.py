@@ -124,7 +124,8 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.step: StepRows | None = None
-        if not isinstance(kv_cache_spec, H2OAttentionSpec):
+        self.compresses = isinstance(kv_cache_spec, H2OAttentionSpec)
+        if not self.compresses:
             return
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.layout
@@ -141,6 +142,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def bind(self, step: StepRows) -> None:
         """Connect the builder to the worker's steps."""
+        assert self.compresses
         self.step = step
 
     def build(

@@ -47,7 +47,7 @@ class H2OCPUWorker(CPUWorker):
         self._step = StepRows(lambda: runner.input_batch.req_ids)
         for group in runner._attn_group_iterator():
             for builder in group.metadata_builders:
-                if isinstance(builder, H2OMetadataBuilder):
+                if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
                     builder.bind(self._step)
 
     def execute_model(self, scheduler_output: SchedulerOutput):

@@ -1,0 +1,146 @@
+"""What a request holds, what comes back, and how many fit."""
+
+import pytest
+
+import vllm_h2o
+from tests.engine.helpers import (
+    BLOCK_SIZE,
+    add,
+    assert_pool_whole,
+    check,
+    engine,
+    generate,
+    greedy,
+    pool,
+    prompts_of,
+    scheduler,
+)
+
+pytestmark = pytest.mark.engine
+
+BUDGET = 256
+PROMPT_TOKENS, NUM_TOKENS = 2000, 1000
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with engine(kv_policy="h2o", h2o_budget=BUDGET, max_model_len=4096) as llm:
+        yield llm
+
+
+def held(llm):
+    return pool(llm).num_gpu_blocks - 1 - pool(llm).get_num_free_blocks()
+
+
+def test_request_holds_its_budget_however_long(llm):
+    resident = BUDGET // BLOCK_SIZE
+    before = vllm_h2o.stats(llm)
+    add(llm, "long", prompts_of(PROMPT_TOKENS)[0], NUM_TOKENS)
+    request = next(iter(scheduler(llm).requests.values()))
+    while request.num_output_tokens == 0:
+        llm.llm_engine.step()
+    assert held(llm) == -(-PROMPT_TOKENS // BLOCK_SIZE) + resident
+    blocks_by_step = set()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        check(llm)
+        if llm.llm_engine.has_unfinished_requests():
+            blocks_by_step.add(held(llm))
+    assert request.num_output_tokens == NUM_TOKENS
+    assert blocks_by_step == {resident}
+    assert_pool_whole(llm)
+    stats = vllm_h2o.stats(llm)
+    assert stats["transitions"] - before["transitions"] == 1
+    # The last sampled token is never computed.
+    total = PROMPT_TOKENS + NUM_TOKENS - 1
+    assert stats["tokens_evicted"] - before["tokens_evicted"] == total - BUDGET
+    assert stats["blocks_freed"] - before["blocks_freed"] == 63
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 20])
+def test_abort_gives_everything_back(llm, steps):
+    for i, prompt in enumerate(prompts_of(900, 450, 2000)):
+        add(llm, f"abort-{steps}-{i}", prompt, 100)
+    for _ in range(steps):
+        llm.llm_engine.step()
+        check(llm)
+    assert held(llm) > 0
+    names = [f"abort-{steps}-{i}" for i in range(3)]
+    llm.llm_engine.abort_request(names)
+    llm.llm_engine.step()
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert_pool_whole(llm)
+
+
+def count_preemptions(llm):
+    """Count the preemptions of an engine from now on."""
+    preempted = []
+    original = scheduler(llm)._preempt_request
+
+    def counting(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler(llm)._preempt_request = counting
+    return preempted
+
+
+def test_sixteen_requests_in_the_memory_of_four(capsys):
+    max_model_len = 1024
+    options = {
+        "max_model_len": max_model_len,
+        "num_gpu_blocks_override": 4 * max_model_len // BLOCK_SIZE + 1,
+    }
+    prompts = prompts_of(*[100] * 16)
+    counts = {}
+    for name, h2o in {"stock": {}, "h2o": {"kv_policy": "h2o", "h2o_budget": 128}}.items():
+        if not h2o:
+            options |= {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
+        else:
+            options.pop("worker_extension_cls")
+        with engine(**options, **h2o) as llm:
+            preempted = count_preemptions(llm)
+            tokens = generate(llm, prompts, 400)
+            assert [len(t) for t in tokens] == [400] * 16
+            assert_pool_whole(llm)
+            counts[name] = len(preempted)
+    with capsys.disabled():
+        print(f"\npreemptions, 16 requests in the memory of 4: {counts}")
+    assert counts["stock"] > 0
+    assert counts["h2o"] == 0
+
+
+def test_preempted_requests_finish_and_leak_nothing():
+    budget, max_model_len, num_tokens = 256, 512, 300
+    smallest_pool = (max_model_len + budget) // BLOCK_SIZE
+    with engine(
+        kv_policy="h2o",
+        h2o_budget=budget,
+        max_model_len=max_model_len,
+        num_gpu_blocks_override=smallest_pool + 1,
+        enable_prefix_caching=True,
+    ) as llm:
+        preempted = count_preemptions(llm)
+        for i, prompt in enumerate(prompts_of(60, 60, 90, 130, 60, 200)):
+            add(llm, f"r{i}", prompt, num_tokens)
+        lengths = {}
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                lengths[output.request_id] = len(output.outputs[0].token_ids)
+            check(llm)
+        assert set(lengths.values()) == {num_tokens} and len(lengths) == 6
+        assert len(preempted) > 0
+        assert vllm_h2o.stats(llm)["preemptions"] == len(preempted)
+        assert vllm_h2o.stats(llm)["transitions"] >= 6 + len(preempted) // 2
+        assert_pool_whole(llm)
+
+
+def test_pool_too_small_for_one_request_is_refused():
+    with pytest.raises(Exception, match="max_model_len|max model len|max seq len"):
+        with engine(
+            kv_policy="h2o",
+            h2o_budget=256,
+            max_model_len=512,
+            num_gpu_blocks_override=20,
+        ) as llm:
+            llm.generate([{"prompt_token_ids": [1] * 500}], greedy(4))

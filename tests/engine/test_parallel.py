@@ -1,0 +1,58 @@
+"""Tensor parallel: two ranks choose for their own KV heads and agree with one."""
+
+import pytest
+
+from tests.engine.helpers import assert_pool_whole, engine, greedy
+from tests.engine.tiny_models import random_prompts, save_llama
+
+pytestmark = pytest.mark.engine
+
+NUM_TOKENS = 150
+
+
+def run(model, size):
+    with engine(
+        model,
+        kv_policy="h2o",
+        h2o_budget=128,
+        tensor_parallel_size=size,
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=256,
+        max_model_len=1024,
+    ) as llm:
+        llm.collective_rpc("probe_watch")
+        inputs = [{"prompt_token_ids": p} for p in random_prompts(90, 300, 410, 601)]
+        sampling = greedy(NUM_TOKENS, logprobs=5, detokenize=False)
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        ranks = llm.collective_rpc("probe_survivors")
+        assert_pool_whole(llm)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    logprobs = [
+        [
+            sorted((token, entry.logprob) for token, entry in step.items())
+            for step in output.outputs[0].logprobs
+        ]
+        for output in outputs
+    ]
+    # Ranks hold consecutive KV heads of every layer.
+    survivors = [
+        [sum(heads, []) for heads in zip(*layers, strict=True)]
+        for layers in zip(*(rank.values() for rank in ranks), strict=True)
+    ]
+    return tokens, logprobs, survivors
+
+
+def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch):
+    model = save_llama(tmp_path)
+    tokens, logprobs, survivors = run(model, 1)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    tokens_2, logprobs_2, survivors_2 = run(model, 2)
+    assert len({tuple(t) for t in tokens}) == len(tokens)
+    assert max(len(set(t)) for t in tokens) > 10, "the model only repeats itself"
+    assert tokens_2 == tokens
+    assert survivors_2 == survivors
+    for a, b in zip(logprobs, logprobs_2, strict=True):
+        for step, step_2 in zip(a, b, strict=True):
+            assert [t for t, _ in step] == [t for t, _ in step_2]
+            values = [v for _, v in step_2]
+            assert [v for _, v in step] == pytest.approx(values, abs=1e-4)

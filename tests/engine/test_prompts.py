@@ -1,0 +1,127 @@
+"""Prefix caching and chunked prefill change nothing about what survives."""
+
+import pytest
+
+from tests.engine.helpers import (
+    BLOCK_SIZE,
+    add,
+    assert_pool_whole,
+    check,
+    engine,
+    generate,
+    prompts_of,
+    scheduler,
+)
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = {"h2o_budget": 256, "max_num_batched_tokens": 2048}
+SHARED, TAIL, NUM_TOKENS = 1024, 150, 64
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Prefix caching off, a prompt in one chunk."""
+    with engine(kv_policy="h2o", **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def cached():
+    with engine(kv_policy="h2o", enable_prefix_caching=True, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def siblings():
+    """Prompts that share a long prefix."""
+    prefix, *tails = prompts_of(SHARED, TAIL, TAIL, 40)
+    return [prefix + tail for tail in tails]
+
+
+def hits(llm):
+    stats = scheduler(llm).kv_cache_manager.prefix_cache_stats
+    return 0 if stats is None else stats.hits
+
+
+def test_prefix_hits_give_the_tokens_of_a_cold_cache(plain, cached, siblings):
+    expected = [generate(plain, [prompt], NUM_TOKENS)[0] for prompt in siblings]
+    computed = []
+    for prompt, tokens in zip(siblings, expected, strict=True):
+        request_steps = watch_prefill(cached, prompt)
+        assert generate(cached, [prompt], NUM_TOKENS)[0] == tokens
+        computed.append(request_steps())
+    # The first request computes everything, the others not the shared prefix,
+    # but for what the observation window of 64 queries needs.
+    assert computed[0] == len(siblings[0])
+    assert computed[1] == len(siblings[1]) - SHARED
+    reach = (len(siblings[2]) - 64) // BLOCK_SIZE * BLOCK_SIZE
+    assert computed[2] == len(siblings[2]) - min(SHARED, reach)
+    # The same prompt again: its own blocks hit, up to the window.
+    request_steps = watch_prefill(cached, siblings[0])
+    assert generate(cached, [siblings[0]], NUM_TOKENS)[0] == expected[0]
+    reach = (len(siblings[0]) - 64) // BLOCK_SIZE * BLOCK_SIZE
+    assert request_steps() == len(siblings[0]) - reach
+    assert_pool_whole(cached)
+
+
+def watch_prefill(llm, prompt):
+    """Return a function that tells the prompt tokens computed since."""
+    counted = []
+    original = scheduler(llm).schedule
+
+    def schedule(*args, **kwargs):
+        output = original(*args, **kwargs)
+        counted.extend(
+            row.num_scheduled_tokens
+            for row in output.h2o_plan.rows.values()
+            if not row.is_resident
+        )
+        return output
+
+    scheduler(llm).schedule = schedule
+
+    def computed():
+        scheduler(llm).schedule = original
+        return sum(counted)
+
+    return computed
+
+
+def test_shared_blocks_are_never_modified(cached, siblings):
+    engine_, manager = cached.llm_engine, scheduler(cached).h2o_managers[0]
+    add(cached, "first", siblings[0], 200)
+    engine_.step()
+    (first,) = (blocks for blocks in manager.req_to_blocks.values() if blocks)
+    prefix = [block.block_id for block in first[: SHARED // BLOCK_SIZE]]
+    before = cached.collective_rpc("probe_checksums", args=(prefix,))
+    add(cached, "second", siblings[1], 200)
+    add(cached, "third", siblings[2], 100)
+    shared = 0
+    while engine_.has_unfinished_requests():
+        engine_.step()
+        check(cached)
+        counts = [manager.block_pool.blocks[i].ref_cnt for i in prefix]
+        shared = max(shared, max(counts))
+    assert shared > 1, "no block was ever shared"
+    assert cached.collective_rpc("probe_checksums", args=(prefix,)) == before
+    assert_pool_whole(cached)
+
+
+@pytest.mark.parametrize("window", ["64", '"all"', "300"])
+def test_chunks_give_the_survivors_of_one_chunk(plain, window):
+    settings = f'{{"budget": 256, "observation_window": {window}}}'
+    plain.collective_rpc("probe_set_policy", args=(settings,))
+    prompt = prompts_of(700)[0]
+    results = {}
+    # 233: three chunks and a last one of a single token.
+    for chunk in (2048, 233, 100, 64, 33):
+        scheduler(plain).max_num_scheduled_tokens = chunk
+        plain.collective_rpc("probe_watch")
+        tokens = generate(plain, [prompt], 32)
+        (survivors,) = plain.collective_rpc("probe_survivors")[0].values()
+        results[chunk] = tokens, survivors
+    scheduler(plain).max_num_scheduled_tokens = 2048
+    one_chunk = results.pop(2048)
+    for chunk, result in results.items():
+        assert result == one_chunk, f"chunks of {chunk}"

@@ -1,0 +1,58 @@
+"""Random-weight models, saved to a folder; no tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 512
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    # Large weights: attention is not uniform, tokens do not repeat at once.
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+
+
+def save_llama(folder: Path) -> Path:
+    """A llama with 4 KV heads, which two ranks can share."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _save(LlamaForCausalLM, LlamaConfig(num_hidden_layers=4, **_COMMON), folder)
+
+
+def save_hybrid(folder: Path) -> Path:
+    """A Gemma 3: sliding-window layers and full-attention layers."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        num_hidden_layers=6,
+        sliding_window=64,
+        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        query_pre_attn_scalar=32,
+        **_COMMON,
+    )
+    return _save(Gemma3ForCausalLM, config, folder)
+
+
+def _save(model_cls: Any, config: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model_cls(config).float().save_pretrained(folder)
+    return folder
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    """Prompts of random token ids."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()
+        for n in lengths
+    ]
