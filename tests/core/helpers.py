@@ -1,0 +1,201 @@
+"""A real scheduler on a real config, driven without a worker."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from benchmarks.smollm2 import ensure_model
+from vllm_h2o.core.manager import H2OManager, check_integrity
+from vllm_h2o.core.scheduler import H2OScheduler
+from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.spec import H2OAttentionSpec
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 256
+HEADS = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+
+
+@functools.cache
+def config_of(window: int | str, budget: int, chunk: int) -> Any:
+    """An engine config with H2O on."""
+    return EngineArgs(
+        str(ensure_model()),
+        kv_policy="h2o",
+        h2o_budget=budget,
+        h2o_observation_window=window,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=16,
+        dtype="float32",
+        enable_prefix_caching=True,
+    ).create_engine_config()
+
+
+def spec_of(vllm_config: Any) -> H2OAttentionSpec:
+    """The spec of a small layer."""
+    plain = FullAttentionSpec(block_size=BLOCK_SIZE, **HEADS)
+    return H2OAttentionSpec.of(plain, h2o_config(vllm_config), MAX_MODEL_LEN)
+
+
+class Driver:
+    """A scheduler, and steps in flight whose outputs are made up."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        window: int | str = 20,
+        budget: int = 64,
+        chunk: int = 48,
+        hybrid: bool = False,
+    ) -> None:
+        config = config_of(window, budget, chunk)
+        config.cache_config.num_gpu_blocks = num_blocks
+        groups = [KVCacheGroupSpec(["full"], spec_of(config))]
+        if hybrid:
+            local = SlidingWindowSpec(
+                block_size=BLOCK_SIZE, sliding_window=40, **HEADS
+            )
+            groups.append(KVCacheGroupSpec(["local"], local))
+        self.scheduler = H2OScheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(num_blocks, [], groups),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            log_stats=False,
+        )
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self.window, self.budget = window, budget
+        self.in_flight: deque[Any] = deque()
+        self.names = (f"r{i}" for i in itertools.count())
+        self.token = itertools.count(1000)
+        self.transitions: dict[str, int] = {}
+
+    @property
+    def manager(self) -> H2OManager:
+        return self.scheduler.h2o_managers[0]
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def add(self, prompt: list[int], max_tokens: int) -> str:
+        name = next(self.names)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params.update_from_generation_config({}, eos_token_id=2)
+        self.scheduler.add_request(
+            Request(name, prompt, params, None, block_hasher=self.hasher)
+        )
+        return name
+
+    def schedule(self) -> Any:
+        """Schedule a step and leave it in flight."""
+        output = self.scheduler.schedule()
+        self._check_plan(output)
+        self.in_flight.append(output)
+        self.check()
+        return output
+
+    def process(self) -> None:
+        """Give the scheduler the output of the oldest step in flight."""
+        output = self.in_flight.popleft()
+        names = list(output.num_scheduled_tokens)
+        sampled = [
+            [next(self.token)] if row.is_resident or row.is_transition else []
+            for row in (output.h2o_plan.rows[name] for name in names)
+        ]
+        index = {name: i for i, name in enumerate(names)}
+        result = ModelRunnerOutput(names, index, sampled)
+        self.scheduler.update_from_output(output, result)
+        self.check()
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.check()
+
+    def preempt_all(self) -> None:
+        """Preempt whatever runs, as a reset of the prefix cache does."""
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.check()
+
+    def drain(self, steps: int = 2000) -> None:
+        """Run everything to its end, one step at a time."""
+        while self.in_flight:
+            self.process()
+        while self.scheduler.has_unfinished_requests():
+            steps -= 1
+            assert steps, "requests do not finish"
+            self.schedule()
+            self.process()
+
+    def running(self) -> list[Request]:
+        return list(self.scheduler.running)
+
+    def check(self) -> None:
+        """Assert the pool's integrity and what each request may hold."""
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        check_integrity(managers)
+        for request in self.scheduler.running:
+            self._check_request(request)
+
+    def _check_request(self, request: Request) -> None:
+        manager, name = self.manager, request.request_id
+        end = manager.prefill_end(name)
+        blocks = manager.req_to_blocks[name]
+        computed = request.num_computed_tokens
+        assert manager.is_resident(name) == (computed >= end)
+        if computed >= end:
+            resident = blocks[manager.dense_columns :]
+            assert len(resident) == -(-min(computed, self.budget) // BLOCK_SIZE)
+        # Nothing is published past the prompt.
+        for block in blocks[end // BLOCK_SIZE :]:
+            assert block.block_hash is None
+
+    def _check_plan(self, output: Any) -> None:
+        rows = output.h2o_plan.rows
+        assert list(rows) == list(output.num_scheduled_tokens)
+        cached = output.scheduled_cached_reqs
+        admitted = {r.req_id for r in output.scheduled_new_reqs}
+        admitted |= set(cached.resumed_req_ids)
+        for name, row in rows.items():
+            request = self.scheduler.requests[name]
+            if name in admitted:
+                # What the cache gave leaves the observation window to compute.
+                limit = 0
+                if self.window != "all":
+                    limit = max(0, row.prefill_end - int(self.window))
+                assert row.num_computed_tokens <= limit
+                assert row.prefill_end == request.num_tokens
+                self.transitions[name] = 0
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            assert row.is_resident == (row.num_computed_tokens >= row.prefill_end)
+            if row.is_resident:
+                assert row.num_scheduled_tokens == 1
+                assert self.transitions[name] == 1
+            else:
+                assert end <= row.prefill_end
+                assert row.is_transition == (end == row.prefill_end)
+                self.transitions[name] += row.is_transition
+
+    def assert_pool_whole(self) -> None:
+        self.check()
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1

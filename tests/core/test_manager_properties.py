@@ -1,0 +1,172 @@
+"""Random lives of requests; the pool adds up after every step."""
+
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tests.core.helpers import BLOCK_SIZE, Driver
+
+# The longest request and its residents fit; three of them do not.
+SMALL_POOL = 36
+
+
+class Lives(RuleBasedStateMachine):
+    """Admit, chunk, decode, preempt, abort and hit prefixes, in any order."""
+
+    max_in_flight = 1
+    hybrid = False
+    window: int | str = 20
+
+    @initialize(budget=st.sampled_from([32, 64, 96]), chunk=st.sampled_from([17, 48, 200]))
+    def start(self, budget, chunk):
+        self.driver = Driver(
+            SMALL_POOL * (1 + self.hybrid),
+            self.window,
+            budget,
+            chunk,
+            self.hybrid,
+        )
+        self.alive: list[str] = []
+
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 200),
+        tail=st.integers(0, 2),
+        max_tokens=st.integers(1, 50),
+    )
+    def add(self, family, length, tail, max_tokens):
+        # Prompts of a family share their first blocks.
+        prompt = [family * 1000 + i for i in range(length)] + [7 + tail] * tail
+        self.alive.append(self.driver.add(prompt, max_tokens))
+
+    @rule()
+    def schedule(self):
+        assume(len(self.driver.in_flight) < self.max_in_flight)
+        self.driver.schedule()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def process(self):
+        self.driver.process()
+
+    @rule(steps=st.integers(1, 30))
+    def run(self, steps):
+        for _ in range(steps):
+            if len(self.driver.in_flight) < self.max_in_flight:
+                self.driver.schedule()
+            if len(self.driver.in_flight) == self.max_in_flight:
+                self.driver.process()
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 99))
+    def abort(self, which):
+        name = self.alive.pop(which % len(self.alive))
+        if name in self.driver.scheduler.requests:
+            self.driver.abort(name)
+
+    @rule()
+    def preempt(self):
+        self.driver.preempt_all()
+
+    @invariant()
+    def adds_up(self):
+        if hasattr(self, "driver"):
+            self.driver.check()
+
+    def teardown(self):
+        if hasattr(self, "driver"):
+            self.driver.drain()
+            self.driver.assert_pool_whole()
+
+
+class AsyncLives(Lives):
+    """Two steps in flight."""
+
+    max_in_flight = 2
+
+
+class HybridLives(Lives):
+    """Beside a group of sliding-window layers."""
+
+    hybrid = True
+
+
+class AllQueriesLives(Lives):
+    """Every prompt query scores: no prefix hit may be taken."""
+
+    window = "all"
+
+
+@pytest.mark.parametrize("machine", [Lives, AsyncLives, HybridLives, AllQueriesLives])
+def test_pool_adds_up(machine):
+    case = machine.TestCase()
+    case.settings = settings(
+        max_examples=40,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    case.runTest()
+
+
+def test_dense_blocks_are_gone_one_step_after_the_transition():
+    driver = Driver(64, budget=64, chunk=200)
+    name = driver.add(list(range(100, 230)), 20)
+    driver.schedule()
+    driver.process()
+    driver.schedule()
+    held = driver.pool.num_gpu_blocks - 1 - driver.pool.get_num_free_blocks()
+    assert held == 64 // BLOCK_SIZE
+    assert driver.manager.is_resident(name)
+
+
+@pytest.mark.parametrize("window, expected", [(1, 160), (16, 144), (17, 144), (18, 128), ("all", 0)])
+def test_prefix_hits_leave_the_window(window, expected):
+    driver = Driver(64, window, chunk=200)
+    prompt = list(range(100, 261))
+    driver.add(prompt, 1)
+    driver.drain()
+    name = driver.add(prompt, 1)
+    row = driver.schedule().h2o_plan.rows[name]
+    assert row.num_computed_tokens == expected
+
+
+@pytest.mark.parametrize("window", [16, "all"])
+def test_manager_takes_what_it_announces(window):
+    driver = Driver(64, window, budget=64, chunk=32)
+    manager = driver.manager
+    announced = {}
+    get_num, allocate = manager.get_num_blocks_to_allocate, manager.allocate_new_blocks
+
+    def counting_get_num(request_id, *args, apply_admission_cap=False, **kwargs):
+        count = get_num(
+            request_id, *args, apply_admission_cap=apply_admission_cap, **kwargs
+        )
+        if not apply_admission_cap:
+            announced[request_id] = count, driver.pool.get_num_free_blocks()
+        return count
+
+    checked = []
+
+    def checking_allocate(request_id, *args):
+        blocks = allocate(request_id, *args)
+        count, free = announced.pop(request_id)
+        assert free - driver.pool.get_num_free_blocks() == count
+        checked.append(count)
+        return blocks
+
+    manager.get_num_blocks_to_allocate = counting_get_num
+    manager.allocate_new_blocks = checking_allocate
+    prompt = list(range(100, 260))
+    for tail in range(3):
+        driver.add(prompt + [tail] * 9, 80)
+        driver.drain()
+    assert max(checked) >= 1 + 64 // BLOCK_SIZE  # a transition step
+    driver.assert_pool_whole()
