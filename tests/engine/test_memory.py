@@ -43,7 +43,8 @@ def test_request_holds_its_budget_however_long(llm):
     blocks_by_step = set()
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-        check(llm)
+        if request.num_output_tokens % 50 == 0:
+            check(llm)
         if llm.llm_engine.has_unfinished_requests():
             blocks_by_step.add(held(llm))
     assert request.num_output_tokens == NUM_TOKENS
@@ -86,22 +87,22 @@ def count_preemptions(llm):
 
 
 def test_sixteen_requests_in_the_memory_of_four(capsys):
-    max_model_len = 1024
+    max_model_len = 512
     options = {
         "max_model_len": max_model_len,
         "num_gpu_blocks_override": 4 * max_model_len // BLOCK_SIZE + 1,
     }
-    prompts = prompts_of(*[100] * 16)
+    prompts = prompts_of(*[60] * 16)
     counts = {}
-    for name, h2o in {"stock": {}, "h2o": {"kv_policy": "h2o", "h2o_budget": 128}}.items():
+    for name, h2o in {"stock": {}, "h2o": {"kv_policy": "h2o", "h2o_budget": 64}}.items():
         if not h2o:
             options |= {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
         else:
             options.pop("worker_extension_cls")
         with engine(**options, **h2o) as llm:
             preempted = count_preemptions(llm)
-            tokens = generate(llm, prompts, 400)
-            assert [len(t) for t in tokens] == [400] * 16
+            tokens = generate(llm, prompts, 200)
+            assert [len(t) for t in tokens] == [200] * 16
             assert_pool_whole(llm)
             counts[name] = len(preempted)
     with capsys.disabled():
@@ -111,7 +112,7 @@ def test_sixteen_requests_in_the_memory_of_four(capsys):
 
 
 def test_preempted_requests_finish_and_leak_nothing():
-    budget, max_model_len, num_tokens = 256, 512, 300
+    budget, max_model_len, num_tokens = 256, 512, 200
     smallest_pool = (max_model_len + budget) // BLOCK_SIZE
     with engine(
         kv_policy="h2o",

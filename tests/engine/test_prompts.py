@@ -39,11 +39,6 @@ def siblings():
     return [prefix + tail for tail in tails]
 
 
-def hits(llm):
-    stats = scheduler(llm).kv_cache_manager.prefix_cache_stats
-    return 0 if stats is None else stats.hits
-
-
 def test_prefix_hits_give_the_tokens_of_a_cold_cache(plain, cached, siblings):
     expected = [generate(plain, [prompt], NUM_TOKENS)[0] for prompt in siblings]
     computed = []
@@ -108,14 +103,14 @@ def test_shared_blocks_are_never_modified(cached, siblings):
     assert_pool_whole(cached)
 
 
-@pytest.mark.parametrize("window", ["64", '"all"', "300"])
+@pytest.mark.parametrize("window", ["64", '"all"'])
 def test_chunks_give_the_survivors_of_one_chunk(plain, window):
     settings = f'{{"budget": 256, "observation_window": {window}}}'
     plain.collective_rpc("probe_set_policy", args=(settings,))
     prompt = prompts_of(700)[0]
     results = {}
     # 233: three chunks and a last one of a single token.
-    for chunk in (2048, 233, 100, 64, 33):
+    for chunk in (2048, 233, 64, 33):
         scheduler(plain).max_num_scheduled_tokens = chunk
         plain.collective_rpc("probe_watch")
         tokens = generate(plain, [prompt], 32)

@@ -45,9 +45,8 @@ def test_without_options_vllm_is_untouched(stock):
     }
 
 
-@pytest.mark.parametrize("policy", ["h2o", "h2o-paper"])
-def test_budget_that_never_binds_gives_stock_tokens(stock, prompts, policy):
-    with engine(kv_policy=policy, h2o_budget=1024, **OPTIONS) as llm:
+def test_budget_that_never_binds_gives_stock_tokens(stock, prompts):
+    with engine(enable_h2o=True, h2o_budget=1024, **OPTIONS) as llm:
         together = generate(llm, prompts, 96)
         alone = [generate(llm, [prompt], 96)[0] for prompt in prompts[::3]]
         assert_pool_whole(llm)

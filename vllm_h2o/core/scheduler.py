@@ -36,6 +36,7 @@ class H2OScheduler(AsyncScheduler):
                 "could compress: drop --kv-policy (kv_policy, enable_h2o)"
             )
         self.h2o_stats = H2OStats()
+        self._logged_counters = ""
         logger.info_once("%s", self._summary())
 
     def _get_local_prefix_cache_hit(self, request: Request):
@@ -66,10 +67,25 @@ class H2OScheduler(AsyncScheduler):
             rows[request_id] = RowPlan(computed, scheduled, end)
         return rows
 
+    def finish_requests(self, request_ids, finished_status):
+        """Finish requests; None means all, which is how a server shuts down.
+
+        A server kills its engine core soon after that, so log here already.
+        """
+        finished = super().finish_requests(request_ids, finished_status)
+        if request_ids is None:
+            self._log_counters()
+        return finished
+
     def shutdown(self) -> None:
         """Log the counters and shut down."""
-        logger.info("H2O counters: %s", self.h2o_stats)
+        self._log_counters()
         super().shutdown()
+
+    def _log_counters(self) -> None:
+        if self._logged_counters != (counters := str(self.h2o_stats)):
+            self._logged_counters = counters
+            logger.info("H2O counters: %s", counters)
 
     @property
     def _spec(self) -> H2OAttentionSpec:

@@ -32,7 +32,7 @@ WORKER_CLS = {"cpu": "vllm_h2o.plugin.worker.H2OCPUWorker"}
 _PREFIX = "h2o_"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class H2OEngineArgs:
     """H2O's engine arguments; None: not given, the preset's value holds."""
 

@@ -1,39 +1,69 @@
-"""Call a function when a module has been imported."""
+"""Call a function when a module has been imported.
+
+Target: Python's import of one module.
+Why: vLLM looks for platform plugins either before it imports the module that we
+    extend, or in the middle of that import (`from vllm import EngineArgs`).
+How: `importlib` clears `_initializing` on a module's spec as the very last thing
+    of its import; the spec gets a subclass that notices. Nothing else changes.
+"""
 
 from __future__ import annotations
 
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 Callback = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call `callback(module)` once `name` is imported, now if it is already."""
+    """Call `callback(module)` once `name` is imported, now if it is already.
+
+    Idempotent for a name.
+    """
     module = sys.modules.get(name)
-    if module is not None and not _is_loading(module):
+    spec = getattr(module, "__spec__", None)
+    if module is None:
+        if not any(isinstance(f, _Finder) and f.name == name for f in sys.meta_path):
+            sys.meta_path.insert(0, _Finder(name, callback))
+    elif spec is not None and getattr(spec, "_initializing", False):
+        _watch(spec, callback)
+    else:
         callback(module)
-        return
-    if module is not None:
-        raise RuntimeError(
-            f"{name} is being imported already, too late to extend it: import vllm "
-            "before its submodules, or use --scheduler-cls, --worker-cls and "
-            "--additional-config (README, 'without the hook')"
-        )
-    if not any(isinstance(f, _Finder) and f.name == name for f in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(name, callback))
 
 
-def _is_loading(module: ModuleType) -> bool:
-    return getattr(module.__spec__, "_initializing", False)
+class _WatchedSpec(ModuleSpec):
+    """Tells when the import of its module is over."""
+
+    callback: Callback
+
+    @property
+    def _initializing(self) -> bool:
+        return self.__dict__["_initializing"]
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__dict__["_initializing"] = value
+        module = sys.modules.get(self.name)
+        # A failed import has left sys.modules by now.
+        if not value and module is not None and hasattr(self, "callback"):
+            callback = self.callback
+            del self.callback
+            callback(module)
+
+
+def _watch(spec: ModuleSpec, callback: Callback) -> None:
+    if not isinstance(spec, _WatchedSpec):
+        spec.__class__ = _WatchedSpec
+        assert isinstance(spec, _WatchedSpec)
+        spec.callback = callback
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Steps aside after the one import that it waits for."""
+    """Steps aside for the one import that it waits for."""
 
     def __init__(self, name: str, callback: Callback) -> None:
         self.name, self.callback = name, callback
@@ -43,22 +73,6 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.callback)
+        if spec is not None:
+            _watch(spec, self.callback)
         return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, callback: Callback) -> None:
-        self._loader, self._callback = loader, callback
-
-    def __getattr__(self, name: str):
-        # Resource and source look-ups go to the real loader.
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec):
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._callback(module)

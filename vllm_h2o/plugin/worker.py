@@ -11,6 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.ops import cpu
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
+from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.plugin.validate import check_kv_cache_config, check_vllm_config
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class H2OCPUWorker(CPUWorker):
             "vllm_h2o.attention.backend.H2OAttentionBackend",
         )
         cpu.build()
-        self._plan = ResidencyPlan()
+        self._plan = ResidencyPlan(stats=H2OStats().as_dict())
         super().__init__(vllm_config, *args, **kwargs)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:

@@ -1,0 +1,187 @@
+"""`vllm serve` as a process of its own, driven by the openai client."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import requests
+
+from benchmarks.smollm2 import ensure_model
+from tests.engine.helpers import prompts_of
+
+pytestmark = pytest.mark.engine
+
+BUDGET = 128
+
+
+class Server:
+    """A running server, its clients, and what it printed."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.model = str(ensure_model())
+        self.base = f"http://127.0.0.1:{port}"
+        self.log = folder / "server.log"
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model]
+        command += f"--kv-policy h2o --h2o-budget {BUDGET} --h2o-sinks 2".split()
+        command += "--block-size 32 --dtype float32 --enforce-eager".split()
+        command += f"--max-model-len 2048 --host 127.0.0.1 --port {port}".split()
+        env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+        self.client = openai.OpenAI(base_url=f"{self.base}/v1", api_key="none")
+
+    def wait_until_ready(self, seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                if requests.get(f"{self.base}/health", timeout=5).ok:
+                    return
+            except requests.ConnectionError:
+                time.sleep(1)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def stop(self, seconds: float = 60) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+
+    def complete(self, prompt, tokens, **options):
+        return self.client.completions.create(
+            model=self.model,
+            prompt=prompt,
+            max_tokens=tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+            **options,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Values of the metrics by name, without labels."""
+        lines = requests.get(f"{self.base}/metrics", timeout=10).text.splitlines()
+        return {
+            line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith("vllm:")
+        }
+
+    def wait_until_idle(self, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            now = self.metrics()
+            if not (
+                now["vllm:num_requests_running"]
+                or now["vllm:num_requests_waiting"]
+                or now["vllm:kv_cache_usage_perc"]
+            ):
+                return
+            time.sleep(0.5)
+        raise AssertionError(f"still busy: {self.metrics()}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("serve"))
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def test_completion_beyond_the_budget(server):
+    (prompt,) = prompts_of(600)
+    done = server.complete(prompt, 200)
+    assert done.usage.prompt_tokens == 600
+    assert done.usage.completion_tokens == 200
+    assert done.choices[0].text.strip()
+    assert server.complete(prompt, 200).choices[0].text == done.choices[0].text
+
+
+def test_chat(server):
+    done = server.client.chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": "Name three colours."}],
+        max_tokens=40,
+        temperature=0,
+    )
+    assert done.choices[0].message.content.strip()
+
+
+def test_stream(server):
+    (prompt,) = prompts_of(300)
+    chunks = [chunk.choices[0].text for chunk in server.complete(prompt, 60, stream=True)]
+    assert len(chunks) > 10
+    assert "".join(chunks) == server.complete(prompt, 60).choices[0].text
+
+
+def test_eight_clients_and_one_that_hangs_up(server):
+    prompts = prompts_of(*[400] * 8)
+
+    def client(number):
+        if number == 3:
+            with server.complete(prompts[number], 1000, stream=True) as stream:
+                for count, _ in enumerate(stream):
+                    if count == 5:
+                        break
+            return None
+        return server.complete(prompts[number], 80).usage.completion_tokens
+
+    with ThreadPoolExecutor(8) as clients:
+        counts = list(clients.map(client, range(8)))
+    assert counts == [80, 80, 80, None, 80, 80, 80, 80]
+    server.wait_until_idle()
+    assert server.metrics()["vllm:generation_tokens_total"] > 7 * 80
+
+
+def test_bad_option_stops_the_server_before_it_loads():
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [vllm, "serve", ensure_model(), "--kv-policy", "h2o"]
+    done = subprocess.run(
+        [*command, "--h2o-budget", "0"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "h2o_budget (--h2o-budget) is '0'" in done.stderr + done.stdout
+
+
+def test_help_shows_the_options():
+    vllm = Path(sys.executable).with_name("vllm")
+    done = subprocess.run(
+        [vllm, "serve", "--help=H2O"], capture_output=True, text=True, timeout=120
+    )
+    assert "--h2o-budget" in done.stdout
+    assert "in tokens" in done.stdout
+    assert "20%" in done.stdout
+
+
+def test_counters_are_logged_at_shutdown(server):
+    server.wait_until_idle()
+    server.stop()
+    text = server.log.read_text()
+    assert "H2O is on: policy h2o, budget 128 tokens (4 blocks of 32)" in text
+    (line,) = [line for line in text.splitlines() if "H2O counters:" in line]
+    counters = dict(
+        part.strip().rsplit(" ", 1)
+        for part in line.split("H2O counters:")[1].replace("\x1b[0m", "").split(",")
+    )
+    assert int(counters["transitions"]) >= 12
+    assert int(counters["tokens_evicted"]) > 1000
+    assert int(counters["blocks_in_use"]) >= 0
