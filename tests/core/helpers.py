@@ -71,9 +71,7 @@ class Driver:
         config.cache_config.num_gpu_blocks = num_blocks
         groups = [KVCacheGroupSpec(["full"], spec_of(config))]
         if hybrid:
-            local = SlidingWindowSpec(
-                block_size=BLOCK_SIZE, sliding_window=40, **HEADS
-            )
+            local = SlidingWindowSpec(block_size=BLOCK_SIZE, sliding_window=40, **HEADS)
             groups.append(KVCacheGroupSpec(["local"], local))
         self.scheduler = H2OScheduler(
             vllm_config=config,

@@ -94,12 +94,14 @@ def test_two_steps_in_flight_with_aborts_and_preemptions(seed):
     rng = random.Random(seed)
     driver = AsyncDriver(40, budget=rng.choice([32, 64]), chunk=rng.choice([33, 200]))
     names, finished = [], 0
-    for step in range(400):
+    for _ in range(400):
         action = rng.random()
         if action < 0.10 and len(driver.scheduler.requests) < 8:
             length = rng.randrange(1, 180)
             start = rng.choice([0, 1000])
-            names.append(driver.add(list(range(start, start + length)), rng.randrange(1, 60)))
+            names.append(
+                driver.add(list(range(start, start + length)), rng.randrange(1, 60))
+            )
         elif action < 0.13 and names:
             name = names.pop(rng.randrange(len(names)))
             if name in driver.scheduler.requests:

@@ -24,7 +24,9 @@ class Lives(RuleBasedStateMachine):
     hybrid = False
     window: int | str = 20
 
-    @initialize(budget=st.sampled_from([32, 64, 96]), chunk=st.sampled_from([17, 48, 200]))
+    @initialize(
+        budget=st.sampled_from([32, 64, 96]), chunk=st.sampled_from([17, 48, 200])
+    )
     def start(self, budget, chunk):
         self.driver = Driver(
             SMALL_POOL * (1 + self.hybrid),
@@ -127,7 +129,9 @@ def test_dense_blocks_are_gone_one_step_after_the_transition():
     assert driver.manager.is_resident(name)
 
 
-@pytest.mark.parametrize("window, expected", [(1, 160), (16, 144), (17, 144), (18, 128), ("all", 0)])
+@pytest.mark.parametrize(
+    "window, expected", [(1, 160), (16, 144), (17, 144), (18, 128), ("all", 0)]
+)
 def test_prefix_hits_leave_the_window(window, expected):
     driver = Driver(64, window, chunk=200)
     prompt = list(range(100, 261))

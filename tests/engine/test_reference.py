@@ -82,4 +82,5 @@ def _difference(actual, expected):
         for head, (a, e) in enumerate(zip(x, y, strict=True))
         if a != e
     ]
-    return f"{len(wrong)} heads differ, (layer, head, only engine, only reference): {wrong[:5]}"
+    parts = "(layer, head, only engine, only reference)"
+    return f"{len(wrong)} heads differ, {parts}: {wrong[:5]}"

@@ -128,7 +128,9 @@ def test_chat(server):
 
 def test_stream(server):
     (prompt,) = prompts_of(300)
-    chunks = [chunk.choices[0].text for chunk in server.complete(prompt, 60, stream=True)]
+    chunks = [
+        chunk.choices[0].text for chunk in server.complete(prompt, 60, stream=True)
+    ]
     assert len(chunks) > 10
     assert "".join(chunks) == server.complete(prompt, 60).choices[0].text
 

@@ -3,8 +3,13 @@
 import pytest
 
 import vllm_h2o
-from tests.engine.helpers import assert_pool_whole, engine, generate, prompts_of
-from tests.engine.helpers import scheduler
+from tests.engine.helpers import (
+    assert_pool_whole,
+    engine,
+    generate,
+    prompts_of,
+    scheduler,
+)
 
 pytestmark = pytest.mark.engine
 

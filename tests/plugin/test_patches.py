@@ -48,9 +48,7 @@ def python(code, *path, **extra):
 @pytest.fixture
 def patched(tmp_path):
     """A vLLM whose patched files are real and all others links."""
-    shutil.copytree(
-        VLLM, tmp_path / "vllm", copy_function=os.symlink, symlinks=True
-    )
+    shutil.copytree(VLLM, tmp_path / "vllm", copy_function=os.symlink, symlinks=True)
     for patch in PATCHES:
         lines = patch.read_text().splitlines()
         for target in {line[6:] for line in lines if line.startswith("+++ b/")}:

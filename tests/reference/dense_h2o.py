@@ -203,9 +203,7 @@ def generate(
         q, k, v = model.project(x, layer, torch.arange(n))
         logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
         attention = logits.masked_fill(~causal, float("-inf")).softmax(dim=-1)
-        mixed = torch.einsum(
-            "hqk,khd->qhd", attention, v.repeat_interleave(group, 1)
-        )
+        mixed = torch.einsum("hqk,khd->qhd", attention, v.repeat_interleave(group, 1))
         for g in range(model.num_kv_heads):
             for i in range(len(variants)):
                 heads[i][layer][g].read_prompt(attention[g * group : (g + 1) * group])

@@ -17,8 +17,8 @@ from vllm_h2o.attention.metadata import H2OMetadata, H2OMetadataBuilder
 from vllm_h2o.attention.ops import DecodeParams, cpu, decode_resident
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.prompt import observe_prompt
-from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.spec import H2OAttentionSpec
 
 
 class H2OAttentionBackend(CPUAttentionBackend):

@@ -145,7 +145,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         assert self.compresses
         self.step = step
 
-    def build(
+    def build(  # type: ignore[override]
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
@@ -167,7 +167,9 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         if is_resident.any():
             index = is_resident.nonzero().flatten()
             tokens = starts[index].long()
-            metadata.resident = self._resident(common, [rows[i][1] for i in index], index)
+            metadata.resident = self._resident(
+                common, [rows[i][1] for i in index], index
+            )
             if len(tokens) < common.num_actual_tokens:
                 metadata.resident_tokens = tokens
             # Our kernel writes these tokens; the stock update skips slot -1.
@@ -230,9 +232,8 @@ def _select_rows(
     index = chosen.nonzero().flatten()
     starts = common.query_start_loc_cpu
     lengths = starts.diff()[index]
-    tokens = torch.cat(
-        [torch.arange(starts[i], starts[i + 1], dtype=torch.int64) for i in index]
-    )
+    bounds = starts.tolist()
+    tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in index.tolist()])
     query_start_loc = torch.zeros(len(index) + 1, dtype=starts.dtype)
     query_start_loc[1:] = lengths.cumsum(0)
     return common.replace(

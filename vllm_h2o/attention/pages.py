@@ -91,4 +91,4 @@ def _words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The whole storage of `tensor` as 4-byte words."""
     storage = tensor.untyped_storage()
     words = torch.empty(0, dtype=dtype, device=tensor.device)
-    return words.set_(storage, 0, (storage.nbytes() // 4,))
+    return words.set_(storage, 0, (storage.nbytes() // 4,), (1,))

@@ -53,7 +53,7 @@ class SlotLayout:
             )
         budget = blocks * block_size
         if config.keeps_heavy_set:
-            recent_blocks = round(blocks * config.recent_ratio)
+            recent_blocks = int(blocks * config.recent_ratio + 0.5)
             recent_blocks = min(max(recent_blocks, 1), blocks - 1)
             heavy = budget - recent_blocks * block_size
         else:

@@ -31,9 +31,7 @@ _FUNCTIONS = {
     torch.float16: "h2o_decode_float16",
 }
 
-_POINTERS = (
-    "query key value output cache block_table positions first_queries".split()
-)
+_POINTERS = "query key value output cache block_table positions first_queries".split()
 _INTEGERS = (
     "num_rows num_heads num_kv_heads head_size block_size "
     "query_stride key_stride value_stride output_stride "

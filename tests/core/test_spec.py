@@ -1,0 +1,72 @@
+"""The spec keeps its kind through everything that vLLM does with specs."""
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_h2o.core.manager import H2OManager
+from vllm_h2o.core.spec import H2OAttentionSpec, register
+from vllm_h2o.policy.config import H2OConfig
+
+PLAIN = FullAttentionSpec(
+    block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32
+)
+SPEC = H2OAttentionSpec.of(PLAIN, H2OConfig(budget=100), 1000)
+
+
+def test_page_holds_keys_values_scores_and_births():
+    assert SPEC.page_size_bytes == PLAIN.page_size_bytes + 3 * 32 * (4 + 4)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_counts_follow_the_block_size(block_size):
+    spec = SPEC.copy_with_new_block_size(block_size)
+    assert spec.page_size_bytes >= spec.unpadded_page_size_bytes + 3 * block_size * 8
+    assert spec.dense_columns == -(-1000 // block_size)
+    assert spec.layout.budget_blocks == -(-100 // block_size)
+    columns = spec.max_num_blocks_per_req(None, 1000)
+    assert columns == spec.dense_columns + spec.layout.budget_blocks
+    assert spec.max_memory_usage_bytes(None) == columns * spec.page_size_bytes
+
+
+def test_merge_keeps_the_kind():
+    merged = H2OAttentionSpec.merge([SPEC, replace(SPEC)])
+    assert type(merged) is H2OAttentionSpec and merged == SPEC
+
+
+@pytest.mark.parametrize(
+    "other",
+    [PLAIN, replace(SPEC, head_size=32), replace(SPEC, h2o=H2OConfig(budget=200))],
+)
+def test_merge_refuses_foreign_specs(other):
+    with pytest.raises(AssertionError):
+        H2OAttentionSpec.merge([SPEC, other])
+
+
+def test_it_travels_by_pickle():
+    assert pickle.loads(pickle.dumps(SPEC)) == SPEC
+
+
+def test_registering_twice_is_fine():
+    register()
+    register()
+    assert KVCacheSpecRegistry.get_manager_class(SPEC) is H2OManager
+    base = KVCacheSpecRegistry.get_uniform_type_base_spec(SPEC)
+    assert base is FullAttentionSpec
+
+
+def test_built_in_specs_stay_registered_when_ours_comes_first():
+    code = (
+        "import vllm_h2o.core.spec\n"
+        "from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec\n"
+        "from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST as r\n"
+        "print(FullAttentionSpec in r, MambaSpec in r)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "True True", done.stderr

@@ -1,0 +1,336 @@
+"""Bad options and refused combinations fail before weights load, and say why."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from benchmarks.smollm2 import ensure_model
+from vllm_h2o.core.settings import h2o_config, parse_settings
+from vllm_h2o.plugin.validate import check_vllm_config
+from vllm_h2o.policy.config import PRESETS, H2OConfig, resolve_config
+from vllm_h2o.policy.layout import SlotLayout
+
+MODEL = str(ensure_model())
+
+
+@pytest.mark.parametrize(
+    "option, value, fix",
+    [
+        ("budget", 0, "512"),
+        ("budget", "-5", "512"),
+        ("budget", "much", "20%"),
+        ("budget", "0%", "20%"),
+        ("budget", "101%", "20%"),
+        ("budget", True, "512"),
+        ("recent_ratio", 1.5, "from 0.0 to 1.0"),
+        ("recent_ratio", -0.1, "from 0.0 to 1.0"),
+        ("recent_ratio", "half", "from 0.0 to 1.0"),
+        ("sinks", -1, "0 or more"),
+        ("sinks", 2.5, "whole number"),
+        ("observation_window", 0, "'all'"),
+        ("observation_window", "some", "'all'"),
+        ("observation_window", 1.5, "'all'"),
+        ("pooling", 0, "1 or more"),
+        ("pooling", 4, "odd"),
+        ("score", "max", "sum, mean"),
+        ("score_decay", 1.1, "from 0.0 to 1.0"),
+        ("score_decay", -1, "from 0.0 to 1.0"),
+        ("eviction_unit", "page", "token, block"),
+    ],
+)
+def test_bad_value_names_option_value_and_fix(option, value, fix):
+    with pytest.raises(ValueError) as error:
+        EngineArgs(model=MODEL, kv_policy="h2o", **{f"h2o_{option}": value})
+    for part in (
+        f"h2o_{option}",
+        f"--h2o-{option.replace('_', '-')}",
+        repr(value),
+        fix,
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        ({"kv_policy": "lru"}, ["kv_policy", "--kv-policy", "'lru'", "snapkv"]),
+        (
+            {"enable_h2o": True, "kv_policy": "snapkv"},
+            ["enable_h2o=True", "kv_policy='snapkv'", "drop one"],
+        ),
+        (
+            {"enable_h2o": True, "kv_policy": "full"},
+            ["enable_h2o=True", "kv_policy='full'", "drop one"],
+        ),
+        (
+            {"enable_h2o": False, "kv_policy": "h2o"},
+            ["enable_h2o=False", "kv_policy='h2o'", "drop one"],
+        ),
+        ({"h2o_budget": 512}, ["h2o_budget=512", "no kv_policy", "--kv-policy h2o"]),
+        (
+            {"kv_policy": "full", "h2o_sinks": 4},
+            ["h2o_sinks=4", "kv_policy='full'", "drop the option"],
+        ),
+        (
+            {"enable_h2o": False, "h2o_budget": 64},
+            ["h2o_budget=64", "enable_h2o=False"],
+        ),
+        (
+            {"kv_policy": "streaming", "h2o_eviction_unit": "block"},
+            ["h2o_eviction_unit='block'", "h2o_recent_ratio=1.0", "'token'"],
+        ),
+        (
+            {"kv_policy": "h2o", "scheduler_cls": "my.Scheduler"},
+            ["scheduler_cls='my.Scheduler'", "--scheduler-cls", "kv_policy"],
+        ),
+        (
+            {"kv_policy": "h2o", "worker_cls": "my.Worker"},
+            ["worker_cls='my.Worker'", "--worker-cls", "kv_policy"],
+        ),
+        (
+            {"kv_policy": "h2o", "additional_config": {"h2o": {"policy": "tova"}}},
+            ["additional_config['h2o']", "tova", "kv_policy='h2o'"],
+        ),
+    ],
+)
+def test_contradictions_name_both_sides(options, parts):
+    with pytest.raises(ValueError) as error:
+        EngineArgs(model=MODEL, **options)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.fixture
+def model_of(tmp_path):
+    """Write a model's config.json, without weights; returns EngineArgs options."""
+
+    def write(architecture, **config):
+        config |= {"architectures": [architecture]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return {"model": str(tmp_path), "skip_tokenizer_init": True}
+
+    return write
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 1024,
+}
+
+
+def refused(options, *parts):
+    args = EngineArgs(**({"kv_policy": "h2o", "dtype": "float32"} | options))
+    with pytest.raises(ValueError) as error:
+        args.create_engine_config()
+    for part in (*parts, "--kv-policy"):
+        assert part in str(error.value)
+
+
+def test_speculative_decoding_is_refused(model_of):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"speculative_config": ngram}
+    refused(options, "--speculative-config='ngram'", "drop --speculative-config")
+
+
+def test_quantized_kv_cache_is_refused(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_cache_dtype": "fp8"}
+    refused(options, "--kv-cache-dtype", "fp8", "--kv-cache-dtype auto")
+
+
+def test_kv_connector_is_refused(model_of):
+    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_transfer_config": transfer}
+    refused(options, "--kv-transfer-config='ExampleConnector'", "drop")
+
+
+def test_pooling_is_refused(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"runner": "pooling"}
+    refused(options, "--runner='pooling'", "--runner generate")
+
+
+def test_mla_is_refused(model_of):
+    config = LLAMA | {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    refused(model_of("DeepseekV2ForCausalLM", **config), "MLA")
+
+
+def test_encoder_decoder_is_refused(model_of):
+    # The flag of vLLM's own config; a real one would want an audio stack.
+    config = resolved(model_of("LlamaForCausalLM", **LLAMA))
+    config.model_config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="encoder-decoder.*decoder-only"):
+        check_vllm_config(config)
+
+
+def resolved(options):
+    args = EngineArgs(kv_policy="h2o", h2o_budget=512, dtype="float32", **options)
+    return args.create_engine_config()
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_context_parallel_is_refused(model_of, kind):
+    # On a CPU vLLM itself stops earlier: change a config that it made.
+    config = resolved(model_of("LlamaForCausalLM", **LLAMA))
+    check_vllm_config(config)
+    setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)
+    with pytest.raises(ValueError, match=f"--{kind}-context-parallel-size=2: use 1"):
+        check_vllm_config(config)
+
+
+def test_hybrid_model_without_its_manager_is_refused(model_of):
+    config = LLAMA | {
+        "model_type": "gemma3_text",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 32,
+    }
+    options = model_of("Gemma3ForCausalLM", **config)
+    options["disable_hybrid_kv_cache_manager"] = True
+    refused(options, "--disable-hybrid-kv-cache-manager", "sliding-window")
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        ({"h2o_budget": 32, "block_size": 32}, ["h2o_budget", "32", "33", "blocks"]),
+        ({"h2o_budget": "1%", "block_size": 32}, ["h2o_budget", "'1%'", "11 tokens"]),
+        ({"h2o_budget": 64, "h2o_sinks": 33, "block_size": 32}, ["h2o_sinks", "33"]),
+    ],
+)
+def test_budget_that_leaves_no_room_is_refused(model_of, options, parts):
+    args = EngineArgs(
+        kv_policy="h2o",
+        dtype="float32",
+        **model_of("LlamaForCausalLM", **LLAMA),
+        **options,
+    )
+    with pytest.raises(ValueError) as error:
+        args.create_engine_config()
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "feature, options",
+    [
+        ("ALiBi", {"alibi_slopes": [0.5, 0.25]}),
+        ("attention sinks", {"sinks": torch.zeros(2)}),
+        ("KV sharing", {"kv_sharing_target_layer_name": "layers.0"}),
+    ],
+)
+def test_layer_features_are_refused_when_the_layer_is_made(model_of, feature, options):
+    from vllm_h2o.attention.backend import H2OAttentionImpl
+
+    options = {"alibi_slopes": None} | options
+    config = resolved(model_of("LlamaForCausalLM", **LLAMA))
+    with (
+        set_current_vllm_config(config),
+        pytest.raises(ValueError, match=f"{feature}.*drop --kv-policy"),
+    ):
+        H2OAttentionImpl(
+            2, 64, 1.0, 1, sliding_window=None, kv_cache_dtype="auto", **options
+        )
+
+
+def test_config_reaches_the_engine_config(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA)
+    options |= {"additional_config": {"mine": [1]}, "h2o_budget": "25%"}
+    args = EngineArgs(kv_policy="snapkv", h2o_score="mean", dtype="float32", **options)
+    config = args.create_engine_config()
+    assert config.additional_config["mine"] == [1]
+    expected = H2OConfig(
+        policy="snapkv",
+        budget="25%",
+        sinks=0,
+        observation_window=32,
+        pooling=7,
+        score="mean",
+    )
+    assert h2o_config(config) == expected
+    layout = SlotLayout.from_config(expected, 32, 1024)
+    assert (layout.budget, layout.heavy_slots, layout.recent_slots) == (256, 128, 128)
+
+
+def test_official_spelling_gives_the_same_config(model_of):
+    settings = {"policy": "h2o", "budget": 512}
+    args = EngineArgs(
+        **model_of("LlamaForCausalLM", **LLAMA),
+        dtype="float32",
+        scheduler_cls="vllm_h2o.core.scheduler.H2OScheduler",
+        worker_cls="vllm_h2o.plugin.worker.H2OCPUWorker",
+        additional_config={"h2o": settings},
+    )
+    assert h2o_config(args.create_engine_config()) == H2OConfig(budget=512)
+
+
+def test_presets_and_overrides():
+    assert resolve_config(None, None, {}) is None
+    assert resolve_config("full", None, {}) is None
+    assert resolve_config(None, True, {}) == PRESETS["h2o"]
+    assert resolve_config("h2o", True, {"sinks": 0}).sinks == 0
+    for name, preset in PRESETS.items():
+        assert preset.policy == name
+        assert resolve_config(name, None, {"budget": "512"}).budget == 512
+
+
+def parser():
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def test_command_line():
+    line = (
+        f"--model {MODEL} --kv-policy h2o --h2o-budget 20% --h2o-recent-ratio 0.25 "
+        "--h2o-sinks 0 --h2o-observation-window all --h2o-pooling 1 --h2o-score sum "
+        "--h2o-score-decay 0.9 --h2o-eviction-unit block"
+    )
+    args = AsyncEngineArgs.from_cli_args(parser().parse_args(line.split()))
+    config = parse_settings(args.additional_config["h2o"])
+    assert config == H2OConfig("h2o", "20%", 0.25, 0, "all", 1, "sum", 0.9, "block")
+    args = AsyncEngineArgs.from_cli_args(
+        parser().parse_args(f"--model {MODEL}".split())
+    )
+    assert (args.additional_config, args.scheduler_cls) == ({}, None)
+    args = parser().parse_args(f"--model {MODEL} --enable-h2o".split())
+    assert AsyncEngineArgs.from_cli_args(args).additional_config["h2o"]
+
+
+@pytest.mark.parametrize("line", ["--h2o-budget x", "--kv-policy y", "--h2o-score z"])
+def test_command_line_stops_at_bad_values(line, capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--model", MODEL, *line.split()])
+    option, value = line.split()
+    assert option in capsys.readouterr().err
+
+
+def test_installed_add_on_is_inert():
+    code = (
+        "import sys; from vllm.engine.arg_utils import EngineArgs\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum as E\n"
+        f"c = EngineArgs(model={MODEL!r}).create_engine_config()\n"
+        "print(c.additional_config, c.scheduler_config.scheduler_cls,"
+        " c.parallel_config.worker_cls, E.CPU_ATTN.is_overridden(),"
+        " [m for m in sys.modules if m.startswith('vllm_h2o.attention')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected = "{} None vllm.v1.worker.cpu_worker.CPUWorker False []"
+    assert done.stdout.splitlines()[-1] == expected, done.stderr

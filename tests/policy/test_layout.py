@@ -1,0 +1,70 @@
+"""Slots against a simulation that moves tokens around one by one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_h2o.policy.config import PRESETS, H2OConfig
+from vllm_h2o.policy.layout import SlotLayout, first_observer
+
+
+@given(
+    heavy=st.integers(1, 4),
+    recent=st.integers(1, 4),
+    length=st.integers(1, 120),
+    blocks=st.booleans(),
+)
+def test_ring_holds_the_most_recent_tokens(heavy, recent, length, blocks):
+    size = 4
+    layout = SlotLayout(size, heavy * size, recent * size, 0, blocks)
+    slots = [None] * layout.budget
+    for position in range(length):
+        slots[layout.slot(position)] = position
+    ring = slots[layout.heavy_slots :]
+    after = range(max(layout.heavy_slots, length - layout.recent_slots), length)
+    assert sorted(p for p in ring if p is not None) == list(after)
+    assert slots[: layout.heavy_slots] == [
+        p if p < length else None for p in range(layout.heavy_slots)
+    ]
+    # Ring blocks hold aligned blocks of positions.
+    assert all(p is None or layout.slot(p) % size == p % size for p in slots)
+
+
+@given(length=st.integers(0, 200))
+def test_resident_tokens(length):
+    token = SlotLayout(8, 16, 32, 0, whole_blocks=False)
+    block = SlotLayout(8, 16, 32, 0, whole_blocks=True)
+    assert token.resident_tokens(length) == min(length, 48)
+    expected = length if length <= 48 else 40 + (length - 1) % 8 + 1
+    assert block.resident_tokens(length) == expected
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (H2OConfig(budget=256), (256, 128, 128)),
+        (H2OConfig(budget=257), (288, 128, 160)),
+        (H2OConfig(budget="20%"), (224, 96, 128)),
+        (H2OConfig(budget=320, recent_ratio=0.25), (320, 224, 96)),
+        (H2OConfig(budget=320, recent_ratio=0.01), (320, 288, 32)),
+        (H2OConfig(budget=320, recent_ratio=0.99), (320, 32, 288)),
+        (PRESETS["tova"], (224, 192, 32)),
+        (PRESETS["streaming"], (224, 4, 220)),
+    ],
+)
+def test_rounding_to_blocks(config, expected):
+    layout = SlotLayout.from_config(config, 32, 1000)
+    assert (layout.budget, layout.heavy_slots, layout.recent_slots) == expected
+    assert layout.budget_blocks * 32 == layout.budget
+
+
+def test_pinned_slots():
+    assert SlotLayout(32, 64, 64, 4, whole_blocks=False).pinned_slots == 4
+    assert SlotLayout(32, 64, 64, 4, whole_blocks=True).pinned_slots == 32
+    assert SlotLayout(32, 64, 64, 0, whole_blocks=True).pinned_slots == 0
+
+
+def test_first_observer():
+    assert first_observer(H2OConfig(observation_window=64), 100) == 36
+    assert first_observer(H2OConfig(observation_window=64), 10) == 0
+    assert first_observer(H2OConfig(observation_window="all"), 100) == 0
