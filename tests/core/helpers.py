@@ -96,12 +96,22 @@ class Driver:
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 
-    def add(self, prompt: list[int], max_tokens: int) -> str:
-        name = next(self.names)
+    def add(
+        self, prompt: list[int], max_tokens: int, session: str | None = None
+    ) -> str:
+        """Add a request, or the next turn of a streaming-input session."""
+        name = session or next(self.names)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         params.update_from_generation_config({}, eos_token_id=2)
         self.scheduler.add_request(
-            Request(name, prompt, params, None, block_hasher=self.hasher)
+            Request(
+                name,
+                prompt,
+                params,
+                None,
+                block_hasher=self.hasher,
+                resumable=session is not None,
+            )
         )
         return name
 

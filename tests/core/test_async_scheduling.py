@@ -134,3 +134,28 @@ def test_tiny_pool_preempts_with_two_steps_in_flight():
     while driver.in_flight:
         driver.process()
     driver.assert_pool_whole()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_next_turn_of_a_session_is_read_densely_again(in_flight):
+    driver = AsyncDriver(64, budget=64, chunk=200)
+    name = driver.add(list(range(100, 220)), 10, session="chat")
+    request = driver.scheduler.requests[name]
+    ends = []
+    for turn in range(3):
+        while request.num_output_tokens < 10 and request.max_tokens:
+            output = driver.schedule()
+            row = output.h2o_plan.rows.get(name)
+            if row and row.is_transition:
+                ends.append(row.prefill_end)
+            while len(driver.in_flight) >= in_flight:
+                driver.process()
+            if request.status.name == "WAITING_FOR_STREAMING_REQ":
+                break
+        while driver.in_flight:
+            driver.process()
+        driver.add(list(range(turn, turn + 30)), 10, session=name)
+    # A turn drops the last sampled token: 120, + 9 + 30, + 9 + 30.
+    assert ends == [120, 159, 198]
+    driver.abort(name)
+    driver.assert_pool_whole()

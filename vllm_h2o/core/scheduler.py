@@ -46,6 +46,13 @@ class H2OScheduler(AsyncScheduler):
             manager.begin_prefill(request.request_id, request.num_tokens)
         return super()._get_local_prefix_cache_hit(request)
 
+    def _update_request_as_session(self, session, update) -> None:
+        # Streaming input: the next turn is read densely again, like a request
+        # resumed after a preemption; its prompt blocks may hit the prefix cache.
+        super()._update_request_as_session(session, update)
+        self.kv_cache_manager.free(session)
+        session.num_computed_tokens = 0
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step and hang its plan on the output."""
         output = super().schedule(throttle_prefills)
