@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu, reference
-from vllm_h2o.attention.pages import Pages, state_bytes
-from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.layout import SlotLayout, state_bytes
 
 NUM_BLOCKS = 24
 

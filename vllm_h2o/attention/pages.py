@@ -11,13 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-SCORE_BYTES = 4
-BIRTH_BYTES = 4
-
-
-def state_bytes(num_kv_heads: int, block_size: int) -> int:
-    """Bytes of a page that hold scores and births."""
-    return num_kv_heads * block_size * (SCORE_BYTES + BIRTH_BYTES)
+from vllm_h2o.policy.layout import state_bytes
 
 
 @dataclass(frozen=True)

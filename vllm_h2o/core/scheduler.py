@@ -35,6 +35,7 @@ class H2OScheduler(AsyncScheduler):
                 "H2O is on but no layer of this model has full attention that it "
                 "could compress: drop --kv-policy (kv_policy, enable_h2o)"
             )
+        self._layout = self._spec.layout
         self.h2o_stats = H2OStats()
         self._logged_counters = ""
         logger.info_once("%s", self._summary())
@@ -58,7 +59,7 @@ class H2OScheduler(AsyncScheduler):
         output = super().schedule(throttle_prefills)
         rows = self._plan_rows(output)
         self.h2o_stats.count_step(
-            rows.values(), self.h2o_managers, self._spec.layout, output
+            rows.values(), self.h2o_managers, self._layout, output
         )
         plan = ResidencyPlan(rows, self.h2o_stats.as_dict())
         setattr(output, PLAN_ATTRIBUTE, plan)

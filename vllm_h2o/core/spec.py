@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Self
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
-from vllm_h2o.attention.pages import state_bytes
 from vllm_h2o.policy.config import ALL_QUERIES, H2OConfig
-from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.layout import SlotLayout, state_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -54,15 +54,15 @@ class H2OCPUWorker(CPUWorker):
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Run a step under the scheduler's plan."""
         plan = getattr(scheduler_output, PLAN_ATTRIBUTE, None)
-        if plan is None:
+        if plan is None and scheduler_output.total_num_scheduled_tokens:
             raise RuntimeError(
                 "H2O's worker got a step without a plan: --worker-cls is H2O's but "
                 "--scheduler-cls is not; use --kv-policy, or give both"
             )
-        self._plan = plan
+        self._plan = plan or self._plan
         gone = {*scheduler_output.finished_req_ids}
         gone |= scheduler_output.preempted_req_ids or set()
-        self._step.begin(plan, sorted(gone))
+        self._step.begin(self._plan, sorted(gone))
         try:
             return super().execute_model(scheduler_output)
         finally:
