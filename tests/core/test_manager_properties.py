@@ -174,3 +174,16 @@ def test_manager_takes_what_it_announces(window):
         driver.drain()
     assert max(checked) >= 1 + 64 // BLOCK_SIZE  # a transition step
     driver.assert_pool_whole()
+
+
+def test_nothing_past_the_prompt_is_published():
+    driver = Driver(64, chunk=200)
+    name = driver.add(list(range(100, 131)), 20)
+    driver.schedule()
+    # Its last dense block is still held, one token short of full.
+    request = driver.scheduler.requests[name]
+    request.append_output_token_ids([5])
+    driver.manager.cache_blocks(request, 32, replay_boundaries=())
+    first, last = driver.manager.req_to_blocks[name][:2]
+    assert first.block_hash is not None
+    assert last.block_hash is None
