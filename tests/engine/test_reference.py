@@ -71,16 +71,26 @@ def test_engine_equals_reference(llm, prompts, expected, number):
     for i, results in enumerate(expected):
         result = results[number]
         assert tokens[i] == result.tokens, f"prompt {i}"
-        kept = [[head.survivors() for head in layer] for layer in result.heads]
-        assert survivors[i] == kept, _difference(survivors[i], kept)
+        wrong = _differences(survivors[i], result.heads)
+        # Equal but for ties: float32 sums in another order decide them.
+        untied = [w for w in wrong if not _is_tie(w)]
+        assert not untied, f"prompt {i}, (layer, head, engine only, reference only)"
+        assert len(wrong) <= 3, f"prompt {i}: too many ties to be ties"
 
 
-def _difference(actual, expected):
-    wrong = [
-        (layer, head, sorted(set(a) - set(e)), sorted(set(e) - set(a)))
-        for layer, (x, y) in enumerate(zip(actual, expected, strict=True))
-        for head, (a, e) in enumerate(zip(x, y, strict=True))
-        if a != e
-    ]
-    parts = "(layer, head, only engine, only reference)"
-    return f"{len(wrong)} heads differ, {parts}: {wrong[:5]}"
+def _differences(survivors, heads):
+    """(layer, KV head, only in the engine, only in the reference, close calls)."""
+    found = []
+    for layer, (actual, expected) in enumerate(zip(survivors, heads, strict=True)):
+        for number, (tokens, head) in enumerate(zip(actual, expected, strict=True)):
+            kept = set(head.survivors())
+            if (only := set(tokens) - kept) or kept - set(tokens):
+                missing = kept - set(tokens)
+                found.append((layer, number, only, missing, head.close_calls))
+    return found
+
+
+def _is_tie(difference):
+    """One unit for another, in a decision that the reference calls close."""
+    _, _, only, missing, close_calls = difference
+    return len(only) == len(missing) and only | missing <= close_calls

@@ -106,6 +106,19 @@ class Head:
         self.kept = torch.zeros(capacity, dtype=torch.bool)
         self.scores = torch.zeros(capacity)
         self.first_query = 0
+        self.close_calls: set[int] = set()
+
+    def note_close_call(self, kept: tuple[float, int], lost: tuple[float, int]) -> None:
+        """Remember decisions that float32 rounding may turn around.
+
+        Args are (value, unit); two programs that sum in another order agree to
+        about 1e-6 of a value.
+        """
+        (high, winner), (low, loser) = kept, lost
+        if high - low <= 1e-5 * abs(high):
+            size = self.sizes.block if self.variant.unit == "block" else 1
+            for i in (winner, loser):
+                self.close_calls.update(range(i * size, (i + 1) * size))
 
     def read_prompt(self, attention: torch.Tensor) -> None:
         """Score and compress from `[group, n, n]` attention probabilities."""
@@ -129,6 +142,9 @@ class Head:
         pinned = -(-variant.sinks // unit)
         ranked = sorted(range(pinned, len(groups)), key=lambda i: (-groups[i], i))
         winners = [*range(pinned), *ranked][: sizes.heavy // unit]
+        if len(ranked) > len(winners) - pinned > 0:
+            last, first = winners[-1], ranked[len(winners) - pinned]
+            self.note_close_call((groups[last], last), (groups[first], first))
         for i in winners:
             self.kept[i * unit : (i + 1) * unit] = True
 
@@ -154,6 +170,13 @@ class Head:
         loser = int(value[:-1].argmin())
         if value[-1] <= value[loser]:
             loser = leaving - pinned
+        if len(value) > 1:
+            low = value[loser].item()
+            value[loser] = float("inf")
+            runner_up = int(value.argmin())
+            self.note_close_call(
+                (value[runner_up].item(), pinned + runner_up), (low, pinned + loser)
+            )
         loser = (pinned + loser) * unit
         self.kept[loser : loser + unit] = False
 
