@@ -44,6 +44,7 @@ def test_resident_tokens(length):
     [
         (H2OConfig(budget=256), (256, 128, 128)),
         (H2OConfig(budget=257), (288, 128, 160)),
+        (H2OConfig(budget=5000), (1024, 512, 512)),
         (H2OConfig(budget="20%"), (224, 96, 128)),
         (H2OConfig(budget=320, recent_ratio=0.25), (320, 224, 96)),
         (H2OConfig(budget=320, recent_ratio=0.01), (320, 288, 32)),

@@ -39,7 +39,9 @@ class H2OAttentionBackend(CPUAttentionBackend):
             return spec
         vllm_config = get_current_vllm_config()
         config = h2o_config(vllm_config)
-        assert config is not None
+        if config is None:
+            # Registered for an earlier engine of this process.
+            return spec
         cpu.check_supported(spec.dtype, spec.head_size, spec.block_size)
         max_model_len = vllm_config.model_config.max_model_len
         return H2OAttentionSpec.of(spec, config, max_model_len)
@@ -50,11 +52,14 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.attn_type != AttentionType.DECODER or self.sliding_window > 0:
+        config = h2o_config(get_current_vllm_config())
+        if (
+            config is None
+            or self.attn_type != AttentionType.DECODER
+            or self.sliding_window > 0
+        ):
             return
         _refuse_layer(self)
-        config = h2o_config(get_current_vllm_config())
-        assert config is not None
         self.h2o = config
         self._cache_address = 0
 

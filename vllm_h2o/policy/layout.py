@@ -43,7 +43,8 @@ class SlotLayout:
             ValueError: The budget leaves no heavy or no recent block, or the
                 sinks do not fit the heavy set.
         """
-        asked = config.budget_tokens(max_model_len)
+        # Slots past the longest sequence would never be used.
+        asked = min(config.budget_tokens(max_model_len), max_model_len)
         blocks = -(-asked // block_size)
         if blocks < 2:
             raise ValueError(
