@@ -57,9 +57,9 @@ def test_request_holds_its_budget_however_long(llm):
     assert stats["blocks_freed"] - before["blocks_freed"] == 63
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 20])
+@pytest.mark.parametrize("steps", [1, 2, 20])
 def test_abort_gives_everything_back(llm, steps):
-    for i, prompt in enumerate(prompts_of(900, 450, 2000)):
+    for i, prompt in enumerate(prompts_of(300, 150, 700)):
         add(llm, f"abort-{steps}-{i}", prompt, 100)
     for _ in range(steps):
         llm.llm_engine.step()
