@@ -1,6 +1,6 @@
 """Teacher forcing through vLLM: the next token is given, its probability recorded.
 
-    LLM(MODEL, logits_processors=["benchmarks.forcing.ForcedTokens"])
+    LLM(MODEL, logits_processors=["benchmarks.forcing:ForcedTokens"])
     SamplingParams(temperature=0, logprobs=1, extra_args={"forced_token_ids": [...]})
 
 vLLM records raw log-probabilities before logits processors run, so those of the

@@ -99,7 +99,7 @@ def run_cell(policy: str, budget: int, args: argparse.Namespace) -> list[list[An
         block_size=BLOCK_SIZE,
         max_model_len=args.context,
         enable_prefix_caching=False,
-        logits_processors=["benchmarks.forcing.ForcedTokens"],
+        logits_processors=["benchmarks.forcing:ForcedTokens"],
         **h2o,
     )
     samples = texts(llm.get_tokenizer(), args)
