@@ -94,6 +94,10 @@ def test_bad_value_names_option_value_and_fix(option, value, fix):
             ["worker_cls='my.Worker'", "--worker-cls", "kv_policy"],
         ),
         (
+            {"enable_h2o": False, "additional_config": {"h2o": {"policy": "tova"}}},
+            ["additional_config['h2o']", "tova", "enable_h2o=False"],
+        ),
+        (
             {"kv_policy": "h2o", "additional_config": {"h2o": {"policy": "tova"}}},
             ["additional_config['h2o']", "tova", "kv_policy='h2o'"],
         ),
@@ -148,6 +152,57 @@ def test_speculative_decoding_is_refused(model_of):
 def test_quantized_kv_cache_is_refused(model_of):
     options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_cache_dtype": "fp8"}
     refused(options, "--kv-cache-dtype", "fp8", "--kv-cache-dtype auto")
+
+
+def test_kv_cache_of_another_dtype_is_refused(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_cache_dtype": "bfloat16"}
+    refused(options, "--kv-cache-dtype='bfloat16'", "--kv-cache-dtype auto")
+    options["dtype"] = "bfloat16"  # the model's own: nothing to refuse
+    EngineArgs(kv_policy="h2o", h2o_budget=512, **options).create_engine_config()
+
+
+@pytest.mark.parametrize("head_dim", [24, 40])
+def test_head_size_without_a_kernel_is_refused(model_of, head_dim):
+    options = model_of("LlamaForCausalLM", **LLAMA | {"head_dim": head_dim})
+    args = EngineArgs(kv_policy="h2o", dtype="float32", **options)
+    with pytest.raises(ValueError, match=f"head size .{head_dim}"):
+        args.create_engine_config()
+
+
+def test_model_without_full_attention_is_refused(model_of):
+    config = LLAMA | {
+        "model_type": "gemma3_text",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 32,
+    }
+    refused(model_of("Gemma3ForCausalLM", **config), "nothing to compress")
+
+
+@pytest.mark.parametrize("option", ["scheduler_cls", "worker_cls"])
+def test_half_of_the_official_spelling_is_refused(model_of, option):
+    ours = {
+        "scheduler_cls": "vllm_h2o.core.scheduler.H2OScheduler",
+        "worker_cls": "vllm_h2o.plugin.worker.H2OCPUWorker",
+    }
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"dtype": "float32"}
+    # The class alone, without a policy.
+    args = EngineArgs(**options, **{option: ours[option]})
+    with pytest.raises(ValueError, match=f"{option}=.*--kv-policy h2o"):
+        args.create_engine_config()
+    # The policy, without the other class.
+    settings = {"additional_config": {"h2o": {"policy": "h2o", "budget": 512}}}
+    args = EngineArgs(**options, **settings, **{option: ours[option]})
+    with pytest.raises(ValueError, match="evicts nothing: use --kv-policy"):
+        args.create_engine_config()
+
+
+def test_fields_assigned_later_count():
+    args = EngineArgs(model=MODEL, dtype="float32", max_model_len=1024)
+    args.kv_policy, args.h2o_budget = "h2o", 512
+    config = args.create_engine_config()
+    assert h2o_config(config) == H2OConfig(budget=512)
+    assert config.scheduler_config.scheduler_cls.endswith("H2OScheduler")
 
 
 def test_kv_connector_is_refused(model_of):
@@ -310,6 +365,8 @@ def test_command_line():
         parser().parse_args(f"--model {MODEL}".split())
     )
     assert (args.additional_config, args.scheduler_cls) == ({}, None)
+    args = parser().parse_args(f"--model {MODEL} --no-enable-h2o".split())
+    assert AsyncEngineArgs.from_cli_args(args).additional_config == {}
     args = parser().parse_args(f"--model {MODEL} --enable-h2o".split())
     assert AsyncEngineArgs.from_cli_args(args).additional_config["h2o"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_h2o.policy.config import FULL, H2OConfig, resolve_config
+from vllm_h2o.policy.config import FULL, POLICY_NAMES, H2OConfig, resolve_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,6 +33,11 @@ def parse_settings(settings: Any) -> H2OConfig | None:
         )
     options = dict(settings)
     policy = options.pop("policy", "h2o")
+    if policy is None:
+        raise ValueError(
+            f"additional_config['{CONFIG_KEY}']['policy'] is None: use one of "
+            f"{', '.join(POLICY_NAMES)}"
+        )
     return resolve_config(policy, None, options)
 
 

@@ -2,7 +2,9 @@
 
 Target: `vllm.engine.arg_utils.EngineArgs` and `AsyncEngineArgs`.
 Why: a dataclass that rejects unknown names; vLLM offers plugins no way in.
-How: fields are added to the dataclass, `__init__` and `add_cli_args` wrapped.
+How: fields are added to the dataclass; `__init__`, `__post_init__` (which also
+    dataclasses derived later run), `add_cli_args` and `create_engine_config` are
+    wrapped. A vLLM that has not what is wrapped is left alone, with a warning.
 Upstream: patches/0001-engine-args-h2o.patch does the same in the source; this
     module then stands down.
 Remove when: vLLM lets a plugin add engine arguments.
@@ -10,8 +12,10 @@ Remove when: vLLM lets a plugin add engine arguments.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,6 +25,7 @@ from vllm_h2o.policy.config import (
     OPTION_NAMES,
     POLICY_NAMES,
     PRESETS,
+    H2OConfig,
     parse_budget,
     parse_window,
     resolve_config,
@@ -30,6 +35,14 @@ SCHEDULER_CLS = "vllm_h2o.core.scheduler.H2OScheduler"
 WORKER_CLS = {"cpu": "vllm_h2o.plugin.worker.H2OCPUWorker"}
 
 _PREFIX = "h2o_"
+_NEEDED = (
+    "scheduler_cls",
+    "worker_cls",
+    "__post_init__",
+    "add_cli_args",
+    "create_engine_config",
+)
+"""What of `EngineArgs` is set or wrapped here."""
 
 
 @dataclass(kw_only=True)
@@ -55,13 +68,25 @@ assert {name.removeprefix(_PREFIX) for name in _FIELDS[2:]} == set(OPTION_NAMES)
 def extend(module: ModuleType) -> None:
     """Add the arguments to the classes of `vllm.engine.arg_utils`; idempotent."""
     engine_args = module.EngineArgs
-    if "kv_policy" in engine_args.__dataclass_fields__:
+    present = set(engine_args.__dataclass_fields__)
+    if present.issuperset(_FIELDS):
         return  # extended already, or built from patched sources
+    lacking = [name for name in _NEEDED if not hasattr(engine_args, name)]
+    if lacking or present.intersection(_FIELDS):
+        # Raising here would break a vLLM that nobody asked to evict anything.
+        warnings.warn(
+            "vllm-h2o does not know this vLLM and adds no options to it: EngineArgs "
+            f"lacks {lacking}, has {sorted(present.intersection(_FIELDS))}; install "
+            "vLLM 0.32",
+            stacklevel=2,
+        )
+        return
     for cls in (engine_args, module.AsyncEngineArgs):
         for name in _FIELDS:
             cls.__dataclass_fields__[name] = H2OEngineArgs.__dataclass_fields__[name]
             setattr(cls, name, None)
         cls.__init__ = _wrap_init(cls.__init__)
+    engine_args.__post_init__ = _wrap_post_init(engine_args.__post_init__)
     engine_args.add_cli_args = staticmethod(_wrap_cli(engine_args.add_cli_args))
     engine_args.create_engine_config = _wrap_config(engine_args.create_engine_config)
 
@@ -72,6 +97,14 @@ def _wrap_init(init):
         for name in _FIELDS:
             setattr(self, name, kwargs.pop(name, None))
         init(self, *args, **kwargs)
+
+    return wrapped
+
+
+def _wrap_post_init(post_init):
+    @functools.wraps(post_init)
+    def wrapped(self) -> None:
+        post_init(self)
         apply(self)
 
     return wrapped
@@ -90,6 +123,7 @@ def _wrap_cli(add_cli_args):
 def _wrap_config(create_engine_config):
     @functools.wraps(create_engine_config)
     def wrapped(self, *args: Any, **kwargs: Any):
+        apply(self)  # again: fields may have been assigned since
         vllm_config = create_engine_config(self, *args, **kwargs)
         check(vllm_config)
         return vllm_config
@@ -109,20 +143,36 @@ def apply(engine_args: Any) -> None:
         if getattr(engine_args, name) is not None
     }
     config = resolve_config(engine_args.kv_policy, engine_args.enable_h2o, options)
+    _check_given(engine_args, config)
     if config is None:
         return
     # Merged, so that a user's own additional_config is kept.
-    additional = dict(engine_args.additional_config or {})
-    given = additional.get(CONFIG_KEY)
-    if given is not None and parse_settings(given) != config:
-        raise ValueError(
-            f"additional_config['{CONFIG_KEY}']={given!r} contradicts "
-            f"kv_policy={config.policy!r} and the h2o_* options: give one of them"
-        )
-    additional[CONFIG_KEY] = settings_of(config, options)
-    engine_args.additional_config = additional
+    additional = engine_args.additional_config or {}
+    settings = settings_of(config, options)
+    engine_args.additional_config = {**additional, CONFIG_KEY: settings}
     _claim(engine_args, "scheduler_cls", None, SCHEDULER_CLS)
-    _claim(engine_args, "worker_cls", "auto", _worker_cls())
+    _claim(engine_args, "worker_cls", "auto", needed_worker_cls())
+
+
+def _check_given(engine_args: Any, config: H2OConfig | None) -> None:
+    """Raise when `additional_config` says something else than the arguments."""
+    policy, additional = engine_args.kv_policy, engine_args.additional_config
+    if policy is None and engine_args.enable_h2o is None:
+        return  # additional_config alone is the official spelling
+    if not isinstance(additional or {}, dict):
+        raise ValueError(
+            f"additional_config (--additional-config) is {additional!r}: H2O's "
+            "settings travel in it, use a dictionary, or drop kv_policy (--kv-policy)"
+        )
+    given = (additional or {}).get(CONFIG_KEY)
+    if given is not None and parse_settings(given) != config:
+        asked = f"enable_h2o={engine_args.enable_h2o}"
+        if policy is not None or config is not None:
+            asked = f"kv_policy={(config.policy if config else policy)!r}"
+        raise ValueError(
+            f"additional_config['{CONFIG_KEY}']={given!r} contradicts {asked} "
+            "and the h2o_* options: give one of them"
+        )
 
 
 def check(vllm_config: Any) -> None:
@@ -132,7 +182,12 @@ def check(vllm_config: Any) -> None:
     check_vllm_config(vllm_config)
 
 
-def _worker_cls() -> str:
+def needed_worker_cls() -> str:
+    """Name of H2O's worker for the current platform.
+
+    Raises:
+        ValueError: There is none.
+    """
     from vllm.platforms import current_platform
 
     try:
@@ -177,7 +232,11 @@ def add_cli_group(parser: Any) -> None:
         "Which tokens keep their KV: full keeps all (stock vLLM). [full]",
         choices=POLICY_NAMES,
     )
-    add("enable_h2o", "Same as --kv-policy h2o.", action="store_true")
+    add(
+        "enable_h2o",
+        "Same as --kv-policy h2o.",
+        action=argparse.BooleanOptionalAction,
+    )
     add(
         "h2o_budget",
         "Token slots per request, rounded up to whole blocks, or a percentage of "
@@ -216,7 +275,6 @@ def add_cli_group(parser: Any) -> None:
 
 def _cli(parse):
     """Let argparse show the parser's own message."""
-    import argparse
 
     @functools.wraps(parse)
     def wrapped(text: str):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_h2o.core.settings import h2o_config
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.utils.torch_utils import is_quantized_kv_cache, kv_cache_dtype_str_to_dtype
+
+from vllm_h2o.core.settings import CONFIG_KEY, h2o_config
+from vllm_h2o.plugin.engine_args import SCHEDULER_CLS, WORKER_CLS, needed_worker_cls
 from vllm_h2o.policy.layout import SlotLayout
 
 if TYPE_CHECKING:
@@ -12,16 +16,20 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _OFF = "or drop --kv-policy (kv_policy, enable_h2o)"
+_WINDOWED = {"sliding_attention", "chunked_attention"}
 
 
 def check_vllm_config(vllm_config: VllmConfig) -> None:
     """Raise ValueError when H2O is on beside something it can not serve."""
     config = h2o_config(vllm_config)
     if config is None:
+        _check_no_class_of_ours(vllm_config)
         return
+    _check_classes(vllm_config)
     _check_model(vllm_config)
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
+    _check_kernel(vllm_config)
     SlotLayout.from_config(
         config,
         vllm_config.cache_config.block_size,
@@ -33,11 +41,50 @@ def _refuse(option: str, value: Any, fix: str) -> None:
     raise ValueError(f"H2O does not support {option}={value!r}: {fix}, {_OFF}")
 
 
+def _given_classes(vllm_config: VllmConfig) -> dict[str, Any]:
+    return {
+        "scheduler_cls": vllm_config.scheduler_config.scheduler_cls,
+        "worker_cls": vllm_config.parallel_config.worker_cls,
+    }
+
+
+def _check_no_class_of_ours(vllm_config: VllmConfig) -> None:
+    ours = {SCHEDULER_CLS, *WORKER_CLS.values()}
+    for option, given in _given_classes(vllm_config).items():
+        if isinstance(given, str) and given in ours:
+            raise ValueError(
+                f"{option}={given!r} (--{option.replace('_', '-')}) is H2O's, but no "
+                "policy is given: add --kv-policy h2o (kv_policy='h2o'), or drop it"
+            )
+
+
+def _check_classes(vllm_config: VllmConfig) -> None:
+    """Settings alone change nothing: both classes must be there to read them."""
+    needed = {"scheduler_cls": SCHEDULER_CLS, "worker_cls": needed_worker_cls()}
+    for option, given in _given_classes(vllm_config).items():
+        if not _is_subclass(given, needed[option]):
+            raise ValueError(
+                f"additional_config['{CONFIG_KEY}'] is given, but {option}={given!r} "
+                f"(--{option.replace('_', '-')}) evicts nothing: use --kv-policy "
+                f"(kv_policy), or add {option}={needed[option]!r}"
+            )
+
+
+def _is_subclass(given: Any, ours: str) -> bool:
+    if given is None or given == ours:
+        return given == ours
+    cls = resolve_obj_by_qualname(given) if isinstance(given, str) else given
+    return issubclass(cls, resolve_obj_by_qualname(ours))
+
+
 def _check_model(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     if vllm_config.speculative_config is not None:
         method = vllm_config.speculative_config.method
         _refuse("--speculative-config", method, "drop --speculative-config")
+    if model.is_attention_free or _layer_kinds(vllm_config) <= _WINDOWED:
+        fix = "use a model with full-attention layers, there is nothing to compress"
+        _refuse("attention-free or sliding-window model", model.model, fix)
     if model.use_mla:
         _refuse("MLA model", model.model, "use a model without MLA")
     if model.is_encoder_decoder:
@@ -54,9 +101,13 @@ def _check_model(vllm_config: VllmConfig) -> None:
         )
 
 
-def _has_other_attention(vllm_config: VllmConfig) -> bool:
+def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
     text = vllm_config.model_config.hf_text_config
-    kinds = set(getattr(text, "layer_types", None) or ())
+    return set(getattr(text, "layer_types", None) or ("full_attention",))
+
+
+def _has_other_attention(vllm_config: VllmConfig) -> bool:
+    kinds = _layer_kinds(vllm_config)
     return bool(kinds - {"full_attention"}) and "full_attention" in kinds
 
 
@@ -74,11 +125,21 @@ def _check_parallel(vllm_config: VllmConfig) -> None:
 
 
 def _check_cache(vllm_config: VllmConfig) -> None:
-    from vllm.utils.torch_utils import is_quantized_kv_cache
-
-    dtype = vllm_config.cache_config.cache_dtype
-    if is_quantized_kv_cache(dtype):
+    model, dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    # The kernels read queries, keys and values as one type.
+    if is_quantized_kv_cache(dtype) or (
+        kv_cache_dtype_str_to_dtype(dtype, model) != model.dtype
+    ):
         _refuse("--kv-cache-dtype", dtype, "use --kv-cache-dtype auto")
+
+
+def _check_kernel(vllm_config: VllmConfig) -> None:
+    """What the kernel lacks, as far as the model's config tells."""
+    from vllm_h2o.attention.ops import cpu
+
+    model = vllm_config.model_config
+    block_size = vllm_config.cache_config.block_size
+    cpu.check_supported(model.dtype, model.get_head_size(), block_size)
 
 
 def check_kv_cache_config(

@@ -115,7 +115,7 @@ def parse_window(value: int | str) -> int | str:
         return ALL_QUERIES
     try:
         window = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _bad("observation_window", value, fix) from None
     if window < 1 or float(value) != window:
         raise _bad("observation_window", value, fix)
@@ -202,6 +202,8 @@ def resolve_config(
     """
     if policy is not None:
         _check_choice("kv_policy", policy, POLICY_NAMES, prefix="")
+    if not isinstance(enable_h2o, bool | None):
+        raise _bad("enable_h2o", enable_h2o, "use True or False", prefix="")
     unknown = sorted(set(options) - set(OPTION_NAMES))
     if unknown:
         raise ValueError(

@@ -64,6 +64,7 @@ def decode_resident(
     num_rows, num_heads, head_size = query.shape
     layout = params.layout
     check_supported(query.dtype, head_size, layout.block_size)
+    assert pages.keys.dtype == query.dtype
     for tensor in (query, key, value, output):
         assert tensor.dtype == query.dtype
         assert tensor.stride(1) == head_size and tensor.stride(2) == 1
