@@ -13,10 +13,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from vllm_h2o.attention.heads import LayerHeads
 from vllm_h2o.attention.metadata import H2OMetadata, H2OMetadataBuilder
 from vllm_h2o.attention.ops import DecodeParams, cpu, decode_resident
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.prompt import observe_prompt
+from vllm_h2o.attention.prompt import observe_prompt, part_ways
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 
@@ -61,6 +62,7 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             return
         _refuse_layer(self)
         self.h2o = config
+        self.heads: LayerHeads | None = None
         self._cache_address = 0
 
     def forward(
@@ -104,6 +106,7 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             softcap=float(self.logits_soft_cap),
             score_decay=self.h2o.score_decay,
             mean=self.h2o.score == "mean",
+            heads=self.heads.slots() if self.heads else None,
         )
         self._cache_address = kv_cache.data_ptr()
 
@@ -153,6 +156,11 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
         else:
             query, key, value = query[tokens], key[tokens], value[tokens]
             part = torch.empty_like(output[: len(tokens)])
+        if self._params.heads is not None:
+            for row in metadata.filled:
+                part_ways(
+                    self._pages, row, metadata.resident, self.h2o, self._params
+                )
         decode_resident(
             query, key, value, self._pages, metadata.resident, self._params, part
         )

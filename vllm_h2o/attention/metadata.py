@@ -36,8 +36,8 @@ class ObservedPrompt:
         tokens: The row's tokens in the batch.
         plan: The row's counts.
         first_query: Position of the first prompt query that scores.
-        dense_blocks: `[cdiv(seq_len, block_size)]` int64 block ids.
-        resident_blocks: `[num_resident]` int64 block ids in the transition
+        dense_blocks: `[cdiv(seq_len, block_size)]` int32 block ids.
+        resident_blocks: `[num_resident]` int32 block ids in the transition
             step, else None.
         partial: Scores of earlier steps.
     """
@@ -62,6 +62,7 @@ class H2OMetadata:
         observed: Those of them with observation queries.
         resident: The resident rows, or None.
         resident_tokens: `[num_rows]` int64 indices; None: the whole batch.
+        filled: Resident rows that have just filled the budget.
     """
 
     num_actual_tokens: int
@@ -71,6 +72,7 @@ class H2OMetadata:
     observed: list[ObservedPrompt] = field(default_factory=list)
     resident: ResidentRows | None = None
     resident_tokens: torch.Tensor | None = None
+    filled: list[int] = field(default_factory=list)
 
 
 class StepRows:
@@ -170,6 +172,8 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.resident = self._resident(
                 common, [rows[i][1] for i in index], index
             )
+            at_budget = metadata.resident.positions == self.layout.budget
+            metadata.filled = at_budget.nonzero().flatten().tolist()
             if len(tokens) < common.num_actual_tokens:
                 metadata.resident_tokens = tokens
             # Our kernel writes these tokens; the stock update skips slot -1.
@@ -203,7 +207,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             end = row.num_computed_tokens + row.num_scheduled_tokens
             if row.is_resident or end <= first_query:
                 continue
-            table = common.block_table_tensor[i].long()
+            table = common.block_table_tensor[i]
             resident = None
             if row.is_transition:
                 used = cdiv(min(end, self.layout.budget), size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_h2o.attention.metadata import ObservedPrompt
-from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, compress
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.scores import observe
@@ -34,7 +34,7 @@ def observe_prompt(
     plan = prompt.plan
     end = plan.num_computed_tokens + plan.num_scheduled_tokens
     start = max(plan.num_computed_tokens, prompt.first_query)
-    keys = pages.keys[prompt.dense_blocks].permute(1, 2, 0, 3).flatten(2)
+    keys = pages.keys[prompt.dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
     scores = prompt.partial.pop(layer_name, None)
     if scores is None or start == prompt.first_query:
         # The first step with observation queries, also after a restart.
@@ -71,16 +71,50 @@ def compress_prompt(
         params: The layer's constants.
     """
     assert prompt.resident_blocks is not None
-    size = pages.block_size
-    positions, slots = select_residents(
-        scores, config, params.layout, prompt.first_query
+    num_tokens = scores.shape[1]
+    # Heads go their own ways only once the prompt outgrows the budget.
+    last = num_tokens if num_tokens > params.layout.budget else 0
+    chosen = choose(scores, last, prompt.first_query, config, params)
+    compress(
+        pages, prompt.dense_blocks, prompt.resident_blocks, last, chosen, scores, params
     )
-    heads = torch.arange(scores.shape[0])[:, None]
-    source = prompt.dense_blocks[positions // size]
-    i = positions % size
-    target = prompt.resident_blocks[slots // size]
-    j = slots % size
-    pages.keys[target, heads, :, j] = pages.keys[source, heads, :, i]
-    pages.values[target, heads, j] = pages.values[source, heads, i]
-    pages.scores[target, heads, j] = scores.gather(1, positions)
-    pages.births[target, heads, j] = positions.int()
+
+
+def part_ways(
+    pages: Pages, row: int, rows: ResidentRows, config: H2OConfig, params: DecodeParams
+) -> None:
+    """Give the heads of a row that has just filled the budget their own slots.
+
+    Until now every head held all tokens, the one at position p in slot p.
+
+    Args:
+        pages: The layer's pages.
+        row: A row of `rows` whose position is the budget.
+        rows: The resident rows.
+        config: The policy.
+        params: The layer's constants, with budgets by head.
+    """
+    position, blocks = params.layout.budget, rows.block_table[row]
+    own = blocks[: params.layout.budget_blocks].long()
+    scores = pages.scores[own].transpose(0, 1).flatten(1)
+    first_query = int(rows.first_queries[row])
+    chosen = choose(scores, position, first_query, config, params)
+    compress(pages, blocks, blocks, position, chosen, scores, params)
+
+
+def choose(
+    scores: torch.Tensor,
+    position: int,
+    first_query: int,
+    config: H2OConfig,
+    params: DecodeParams,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Select per KV head, `[(positions, slots)]`; see `select_residents`."""
+    layouts = params.layouts_at(position, len(scores))
+    chosen = []
+    for head, layout in enumerate(layouts):
+        positions, slots = select_residents(
+            scores[head : head + 1], config, layout, first_query
+        )
+        chosen.append((positions[0], slots))
+    return chosen

@@ -59,6 +59,7 @@ class H2OEngineArgs:
     h2o_score: str | None = None
     h2o_score_decay: float | None = None
     h2o_eviction_unit: str | None = None
+    h2o_head_budgets: str | None = None
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(H2OEngineArgs))
@@ -270,6 +271,11 @@ def add_cli_group(parser: Any) -> None:
         "h2o_eviction_unit",
         "Whether tokens or whole blocks compete.",
         choices=("token", "block"),
+    )
+    add(
+        "h2o_head_budgets",
+        "Share the budget among KV heads: 'uniform', the file of a profile (python "
+        "-m vllm_h2o.calibrate), or 'auto': the profile in the model's folder, if any.",
     )
 
 

@@ -10,10 +10,15 @@ from vllm.utils.torch_utils import is_quantized_kv_cache, kv_cache_dtype_str_to_
 from vllm_h2o.core.settings import CONFIG_KEY, h2o_config
 from vllm_h2o.plugin.engine_args import SCHEDULER_CLS, WORKER_CLS, needed_worker_cls
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_h2o.policy.config import H2OConfig
 
 _OFF = "or drop --kv-policy (kv_policy, enable_h2o)"
 _WINDOWED = {"sliding_attention", "chunked_attention"}
@@ -35,6 +40,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
         vllm_config.cache_config.block_size,
         vllm_config.model_config.max_model_len,
     )
+    _check_head_budgets(vllm_config, config)
 
 
 def _refuse(option: str, value: Any, fix: str) -> None:
@@ -140,6 +146,37 @@ def _check_kernel(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     block_size = vllm_config.cache_config.block_size
     cpu.check_supported(model.dtype, model.get_head_size(), block_size)
+
+
+def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
+    from vllm_h2o.attention.heads import profile_path
+
+    path = profile_path(config, vllm_config.model_config.model)
+    if path is None:
+        return
+    profile = HeadProfile.load(path)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        size = vllm_config.parallel_config.pipeline_parallel_size
+        fix = "use --h2o-head-budgets uniform, or no pipeline"
+        _refuse("--h2o-head-budgets with --pipeline-parallel-size", size, fix)
+    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
+    if kinds is None:
+        kinds = ["full_attention"] * vllm_config.model_config.get_total_num_hidden_layers()
+    check_profile(profile, path, vllm_config, list(kinds).count("full_attention"))
+
+
+def check_profile(
+    profile: HeadProfile, path: Path, vllm_config: VllmConfig, num_layers: int
+) -> None:
+    """Raise ValueError when a head profile is another model's."""
+    num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    if (profile.num_layers, profile.num_kv_heads) != (num_layers, num_kv_heads):
+        raise ValueError(
+            f"h2o_head_budgets (--h2o-head-budgets): {path} is for "
+            f"{profile.num_layers} layers of {profile.num_kv_heads} KV heads, this "
+            f"model has {num_layers} of {num_kv_heads} with full attention: measure "
+            "it with python -m vllm_h2o.calibrate, or use 'uniform'"
+        )
 
 
 def check_kv_cache_config(

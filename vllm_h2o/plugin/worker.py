@@ -5,19 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_h2o.attention.heads import profile_path, split
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.ops import cpu
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.stats import H2OStats
-from vllm_h2o.plugin.validate import check_kv_cache_config, check_vllm_config
+from vllm_h2o.plugin.validate import (
+    check_kv_cache_config,
+    check_profile,
+    check_vllm_config,
+)
+from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class H2OCPUWorker(CPUWorker):
@@ -50,6 +60,40 @@ class H2OCPUWorker(CPUWorker):
             for builder in group.metadata_builders:
                 if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
                     builder.bind(self._step)
+                    self._split_budget(builder)
+
+    def _split_budget(self, builder: H2OMetadataBuilder) -> None:
+        """Give the heads of a KV cache group their budgets, if there is a profile."""
+        config = builder.spec.h2o
+        path = profile_path(config, self.vllm_config.model_config.model)
+        if path is None:
+            return
+        context = self.vllm_config.compilation_config.static_forward_context
+        names = sorted(builder.layer_names, key=extract_layer_index)
+        layers = [context[name] for name in names]
+        profile = HeadProfile.load(path)
+        check_profile(profile, path, self.vllm_config, len(layers))
+        count = builder.spec.num_kv_heads
+        # With fewer heads than ranks, neighbouring ranks have the same head.
+        parallel = self.vllm_config.parallel_config
+        total = self.vllm_config.model_config.get_total_num_kv_heads()
+        first = parallel.rank % parallel.tensor_parallel_size * total
+        first //= parallel.tensor_parallel_size
+        heads = split(
+            profile,
+            config,
+            builder.layout,
+            builder.spec.dense_columns,
+            slice(first, first + count),
+            lambda: [layer.kv_cache for layer in layers],
+        )
+        for layer, mine in zip(layers, heads, strict=True):
+            layer.impl.heads = mine
+        budgets = [layout.budget for mine in heads for layout in mine.layouts]
+        logger.info_once(
+            "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
+            path, min(budgets), max(budgets), sum(budgets) // len(budgets),
+        )  # fmt: skip
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Run a step under the scheduler's plan."""

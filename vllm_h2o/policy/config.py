@@ -10,6 +10,9 @@ from typing import Any
 ALL_QUERIES = "all"
 """`observation_window` value: every prompt query scores (the H2O paper)."""
 
+UNIFORM, AUTO = "uniform", "auto"
+"""`head_budgets` values that are no file."""
+
 _SCORES = ("sum", "mean")
 _UNITS = ("token", "block")
 
@@ -34,6 +37,9 @@ class H2OConfig:
             queries that could see the token.
         score_decay: What an old score is multiplied by per new query.
         eviction_unit: `"token"` or `"block"`.
+        head_budgets: `"uniform"`, the file of a head profile
+            (`vllm_h2o.policy.profile`), or `"auto"`: the profile in the model's
+            folder where there is one.
 
     Raises:
         ValueError: A value is out of range; the message names the option, the
@@ -49,6 +55,7 @@ class H2OConfig:
     score: str = "mean"
     score_decay: float = 1.0
     eviction_unit: str = "token"
+    head_budgets: str = UNIFORM
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -62,6 +69,14 @@ class H2OConfig:
             raise _bad("pooling", self.pooling, "use an odd width, 1 for none")
         _check_choice("score", self.score, _SCORES)
         _check_choice("eviction_unit", self.eviction_unit, _UNITS)
+        if not isinstance(self.head_budgets, str) or not self.head_budgets:
+            fix = "use 'uniform', 'auto' or the file of a head profile"
+            raise _bad("head_budgets", self.head_budgets, fix)
+        if self.eviction_unit == "block" and self.head_budgets not in (UNIFORM, AUTO):
+            raise ValueError(
+                f"h2o_head_budgets={self.head_budgets!r} needs "
+                "h2o_eviction_unit='token': with 'block' use h2o_head_budgets='uniform'"
+            )
         if self.recent_ratio == 1.0 and self.eviction_unit == "block":
             raise ValueError(
                 "h2o_eviction_unit='block' needs a heavy set, but "
@@ -73,6 +88,11 @@ class H2OConfig:
     def keeps_heavy_set(self) -> bool:
         """Whether any slot is won by score."""
         return self.recent_ratio < 1.0
+
+    @property
+    def may_differ_by_head(self) -> bool:
+        """Whether heads may have budgets of their own: tokens compete by score."""
+        return self.keeps_heavy_set and self.eviction_unit == "token"
 
     def budget_tokens(self, max_model_len: int) -> int:
         """Token slots asked for, before rounding up to blocks."""
@@ -146,7 +166,7 @@ def _check_choice(
 
 
 PRESETS: Mapping[str, H2OConfig] = {
-    "h2o": H2OConfig(),
+    "h2o": H2OConfig(head_budgets=AUTO),
     "h2o-paper": H2OConfig(
         policy="h2o-paper",
         sinks=0,

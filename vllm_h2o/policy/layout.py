@@ -52,6 +52,11 @@ class SlotLayout:
                 f"less than two blocks of {block_size}, a heavy and a recent one; "
                 f"use {block_size + 1} or more, or a smaller --block-size"
             )
+        return cls.of_blocks(config, block_size, blocks)
+
+    @classmethod
+    def of_blocks(cls, config: H2OConfig, block_size: int, blocks: int) -> SlotLayout:
+        """The layout of a budget of `blocks` whole blocks, at least two."""
         budget = blocks * block_size
         if config.keeps_heavy_set:
             recent_blocks = int(blocks * config.recent_ratio + 0.5)

@@ -3,6 +3,7 @@
  * Included once per element type with these macros set:
  *   ELEM        storage type of query, key, value, cache and output
  *   NAME        name of the exported function
+ *   COMPRESS    name of the exported function that compresses a request
  *   TO_F32(x)   ELEM -> float
  *   FROM_F32(x) float -> ELEM
  *
@@ -35,9 +36,7 @@ typedef struct {
     int32_t *birth;
 } FN(page);
 
-static inline FN(page) FN(page_of)(const h2o_decode_args *a, const int32_t *blocks,
-                                   int64_t block, int64_t head) {
-    char *base = (char *)a->cache + (int64_t)blocks[block] * a->page_stride;
+static inline FN(page) FN(page_at)(const h2o_decode_args *a, char *base, int64_t head) {
     const int64_t half = a->block_size * a->head_size;
     float *scores = (float *)(base + a->state_offset);
     FN(page) page;
@@ -49,6 +48,16 @@ static inline FN(page) FN(page_of)(const h2o_decode_args *a, const int32_t *bloc
     return page;
 }
 
+static inline FN(page) FN(page_of)(const h2o_decode_args *a, const h2o_slots *r,
+                                   int64_t i) {
+    char *base = (char *)a->cache;
+    if (r->offset)
+        base += r->offset[i] + (int64_t)r->blocks[r->column[i]] * a->page_stride;
+    else
+        base += (int64_t)r->blocks[i] * a->page_stride;
+    return FN(page_at)(a, base, r->head);
+}
+
 static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64_t i,
                                   FN(page) to, int64_t j) {
     const int64_t bs = a->block_size, hs = a->head_size;
@@ -58,59 +67,53 @@ static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64
     to.birth[j] = from.birth[i];
 }
 
-static void FN(graduate_token)(const h2o_decode_args *a, const int32_t *blocks,
-                               int64_t head, int64_t position, int64_t first_query,
-                               int64_t slot) {
+static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
     const int64_t bs = a->block_size;
     float lowest = FLT_MAX;
     int32_t oldest = INT32_MAX;
     int64_t loser = -1;
-    for (int64_t s = a->pinned_slots; s < a->heavy_slots; ++s) {
-        FN(page) page = FN(page_of)(a, blocks, s / bs, head);
+    for (int64_t s = a->pinned_slots; s < r->heavy_slots; ++s) {
+        FN(page) page = FN(page_of)(a, r, s / bs);
         const int64_t i = s % bs;
-        const float value =
-            h2o_value(a, page.score[i], page.birth[i], position, first_query);
+        const float value = h2o_value(a, page.score[i], page.birth[i], r);
         if (value < lowest || (value == lowest && page.birth[i] < oldest)) {
             lowest = value;
             oldest = page.birth[i];
             loser = s;
         }
     }
-    FN(page) ring = FN(page_of)(a, blocks, slot / bs, head);
-    const int64_t i = slot % bs;
-    const float value =
-        h2o_value(a, ring.score[i], ring.birth[i], position, first_query);
+    FN(page) ring = FN(page_of)(a, r, r->slot / bs);
+    const int64_t i = r->slot % bs;
+    const float value = h2o_value(a, ring.score[i], ring.birth[i], r);
     if (loser >= 0 && value > lowest)
-        FN(copy_token)(a, ring, i, FN(page_of)(a, blocks, loser / bs, head), loser % bs);
+        FN(copy_token)(a, ring, i, FN(page_of)(a, r, loser / bs), loser % bs);
 }
 
-static inline float FN(block_value)(const h2o_decode_args *a, FN(page) page,
-                                    int64_t position, int64_t first_query) {
+static inline float FN(block_value)(const h2o_decode_args *a, const h2o_slots *r,
+                                    FN(page) page) {
     float sum = 0.0f;
     for (int64_t i = 0; i < a->block_size; ++i)
-        sum += h2o_value(a, page.score[i], page.birth[i], position, first_query);
+        sum += h2o_value(a, page.score[i], page.birth[i], r);
     return sum;
 }
 
-static void FN(graduate_block)(const h2o_decode_args *a, const int32_t *blocks,
-                               int64_t head, int64_t position, int64_t first_query,
-                               int64_t slot) {
+static void FN(graduate_block)(const h2o_decode_args *a, const h2o_slots *r) {
     const int64_t bs = a->block_size;
     float lowest = FLT_MAX;
     int32_t oldest = INT32_MAX;
     int64_t loser = -1;
-    for (int64_t b = a->pinned_slots / bs; b < a->heavy_slots / bs; ++b) {
-        FN(page) page = FN(page_of)(a, blocks, b, head);
-        const float value = FN(block_value)(a, page, position, first_query);
+    for (int64_t b = a->pinned_slots / bs; b < r->heavy_slots / bs; ++b) {
+        FN(page) page = FN(page_of)(a, r, b);
+        const float value = FN(block_value)(a, r, page);
         if (value < lowest || (value == lowest && page.birth[0] < oldest)) {
             lowest = value;
             oldest = page.birth[0];
             loser = b;
         }
     }
-    FN(page) ring = FN(page_of)(a, blocks, slot / bs, head);
-    if (loser < 0 || FN(block_value)(a, ring, position, first_query) <= lowest) return;
-    FN(page) heavy = FN(page_of)(a, blocks, loser, head);
+    FN(page) ring = FN(page_of)(a, r, r->slot / bs);
+    if (loser < 0 || FN(block_value)(a, r, ring) <= lowest) return;
+    FN(page) heavy = FN(page_of)(a, r, loser);
     memcpy(heavy.key, ring.key, bs * a->head_size * sizeof(ELEM));
     memcpy(heavy.value, ring.value, bs * a->head_size * sizeof(ELEM));
     memcpy(heavy.score, ring.score, bs * sizeof(float));
@@ -161,23 +164,22 @@ static inline __attribute__((always_inline)) void FN(accumulate_tile)(
 
 /* Slots of a block that hold a token: all, but for a partly filled sequence and,
  * in whole-block mode, for the ring block that is being rewritten. */
-static inline int64_t FN(valid_slots)(const h2o_decode_args *a, int64_t block,
-                                      int64_t position, int64_t slot) {
+static inline int64_t FN(valid_slots)(const h2o_decode_args *a, const h2o_slots *r,
+                                      int64_t block) {
     const int64_t bs = a->block_size;
-    if (position < a->budget) {
-        const int64_t left = position + 1 - block * bs;
+    if (r->position < r->budget) {
+        const int64_t left = r->position + 1 - block * bs;
         return left < bs ? left : bs;
     }
-    if (a->whole_blocks && block == slot / bs) return slot % bs + 1;
+    if (a->whole_blocks && block == r->slot / bs) return r->slot % bs + 1;
     return bs;
 }
 
 static inline __attribute__((always_inline)) void FN(attend)(
-    const h2o_decode_args *a, const int32_t *blocks, int64_t head, int64_t position,
-    int64_t slot, float decay, const ELEM *query, ELEM *output, float *scratch,
-    const int group) {
-    const int64_t bs = a->block_size, hs = a->head_size, stride = a->budget;
-    const int64_t length = position < a->budget ? position + 1 : a->budget;
+    const h2o_decode_args *a, const h2o_slots *r, float decay, const ELEM *query,
+    ELEM *output, float *scratch, const int group) {
+    const int64_t bs = a->block_size, hs = a->head_size, stride = r->budget;
+    const int64_t length = r->position < r->budget ? r->position + 1 : r->budget;
     const int64_t num_blocks = (length + bs - 1) / bs;
     float *logits = scratch; /* [group][budget] */
     float *q = logits + group * stride;
@@ -187,7 +189,7 @@ static inline __attribute__((always_inline)) void FN(attend)(
         out[i] = 0.0f;
     }
     for (int64_t b = 0; b < num_blocks; ++b) {
-        const FN(page) page = FN(page_of)(a, blocks, b, head);
+        const FN(page) page = FN(page_of)(a, r, b);
         float *part = logits + b * bs;
         int64_t t = 0;
         for (; t + H2O_TILE <= bs; t += H2O_TILE)
@@ -200,7 +202,7 @@ static inline __attribute__((always_inline)) void FN(attend)(
         float *row = logits + g * stride;
         float highest = -FLT_MAX, sum = 0.0f;
         for (int64_t b = 0; b < num_blocks; ++b) {
-            const int64_t valid = FN(valid_slots)(a, b, position, slot);
+            const int64_t valid = FN(valid_slots)(a, r, b);
             float *part = row + b * bs;
             if (a->softcap > 0.0f)
                 for (int64_t s = 0; s < valid; ++s)
@@ -209,7 +211,7 @@ static inline __attribute__((always_inline)) void FN(attend)(
                 highest = part[s] > highest ? part[s] : highest;
         }
         for (int64_t b = 0; b < num_blocks; ++b) {
-            const int64_t valid = FN(valid_slots)(a, b, position, slot);
+            const int64_t valid = FN(valid_slots)(a, r, b);
             float *part = row + b * bs;
             for (int64_t s = 0; s < valid; ++s) {
                 part[s] = h2o_exp(part[s] - highest);
@@ -219,8 +221,8 @@ static inline __attribute__((always_inline)) void FN(attend)(
         inverse[g] = 1.0f / sum;
     }
     for (int64_t b = 0; b < num_blocks; ++b) {
-        const FN(page) page = FN(page_of)(a, blocks, b, head);
-        const int64_t valid = FN(valid_slots)(a, b, position, slot);
+        const FN(page) page = FN(page_of)(a, r, b);
+        const int64_t valid = FN(valid_slots)(a, r, b);
         const float *part = logits + b * bs;
         for (int64_t s = 0; s < valid; ++s) {
             float received = 0.0f;
@@ -243,26 +245,20 @@ static inline __attribute__((always_inline)) void FN(attend)(
 static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
                      float *scratch) {
     const int64_t bs = a->block_size, hs = a->head_size;
-    const int32_t *blocks = a->block_table + row * a->block_table_stride;
-    const int64_t position = a->positions[row];
-    const int64_t first_query = a->first_queries[row];
-    const int64_t slot =
-        position < a->heavy_slots
-            ? position
-            : a->heavy_slots + (position - a->heavy_slots) % (a->budget - a->heavy_slots);
-    if (position >= a->budget) {
+    const h2o_slots slots = h2o_slots_of(a, row, head), *r = &slots;
+    if (r->position >= r->budget) {
         if (!a->whole_blocks)
-            FN(graduate_token)(a, blocks, head, position, first_query, slot);
-        else if (position % bs == 0)
-            FN(graduate_block)(a, blocks, head, position, first_query, slot);
+            FN(graduate_token)(a, r);
+        else if (r->position % bs == 0)
+            FN(graduate_block)(a, r);
     }
-    FN(page) page = FN(page_of)(a, blocks, slot / bs, head);
+    FN(page) page = FN(page_of)(a, r, r->slot / bs);
     const ELEM *key = (const ELEM *)a->key + row * a->key_stride + head * hs;
     const ELEM *value = (const ELEM *)a->value + row * a->value_stride + head * hs;
-    for (int64_t d = 0; d < hs; ++d) page.key[d * bs + slot % bs] = key[d];
-    memcpy(page.value + slot % bs * hs, value, hs * sizeof(ELEM));
-    page.score[slot % bs] = 0.0f;
-    page.birth[slot % bs] = (int32_t)position;
+    for (int64_t d = 0; d < hs; ++d) page.key[d * bs + r->slot % bs] = key[d];
+    memcpy(page.value + r->slot % bs * hs, value, hs * sizeof(ELEM));
+    page.score[r->slot % bs] = 0.0f;
+    page.birth[r->slot % bs] = (int32_t)r->position;
 
     const int64_t group = a->num_heads / a->num_kv_heads;
     const ELEM *query =
@@ -273,10 +269,10 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
         const ELEM *q = query + g * hs;
         ELEM *o = output + g * hs;
         switch (group - g) {
-            case 1: FN(attend)(a, blocks, head, position, slot, decay, q, o, scratch, 1); break;
-            case 2: FN(attend)(a, blocks, head, position, slot, decay, q, o, scratch, 2); break;
-            case 3: FN(attend)(a, blocks, head, position, slot, decay, q, o, scratch, 3); break;
-            default: FN(attend)(a, blocks, head, position, slot, decay, q, o, scratch, 4);
+            case 1: FN(attend)(a, r, decay, q, o, scratch, 1); break;
+            case 2: FN(attend)(a, r, decay, q, o, scratch, 2); break;
+            case 3: FN(attend)(a, r, decay, q, o, scratch, 3); break;
+            default: FN(attend)(a, r, decay, q, o, scratch, 4);
         }
         decay = 1.0f; /* an old score decays once per query, not per group */
     }
@@ -288,7 +284,7 @@ int NAME(const h2o_decode_args *a) {
 #pragma omp parallel num_threads(a->num_threads)
     {
         float *scratch =
-            malloc(sizeof(float) * H2O_GROUP * (a->budget + 2 * a->head_size));
+            malloc(sizeof(float) * H2O_GROUP * (a->largest_budget + 2 * a->head_size));
         if (!scratch) {
 #pragma omp atomic write
             failed = 1;
@@ -301,6 +297,48 @@ int NAME(const h2o_decode_args *a) {
     return failed;
 }
 
+/* Chosen tokens of row 0 into its slots as they are at its position; they may lie
+ * in the very blocks that they leave, so they are all read first. */
+static int FN(compress_head)(const h2o_decode_args *a, const h2o_compress_args *c,
+                             int64_t head) {
+    const int64_t bs = a->block_size, hs = a->head_size;
+    const int64_t *positions = c->positions + c->starts[head];
+    const int64_t *slots = c->slots + c->starts[head];
+    const int64_t count = c->starts[head + 1] - c->starts[head];
+    const h2o_slots target = h2o_slots_of(a, 0, head);
+    ELEM *tokens = malloc(sizeof(ELEM) * 2 * hs * count);
+    if (!tokens) return 1;
+    for (int64_t t = 0; t < count; ++t) {
+        const int64_t block = c->source_blocks[positions[t] / bs];
+        const FN(page) page =
+            FN(page_at)(a, (char *)a->cache + block * a->page_stride, head);
+        const int64_t i = positions[t] % bs;
+        ELEM *token = tokens + 2 * hs * t;
+        for (int64_t d = 0; d < hs; ++d) token[d] = page.key[d * bs + i];
+        memcpy(token + hs, page.value + i * hs, hs * sizeof(ELEM));
+    }
+    for (int64_t t = 0; t < count; ++t) {
+        const FN(page) page = FN(page_of)(a, &target, slots[t] / bs);
+        const int64_t i = slots[t] % bs;
+        const ELEM *token = tokens + 2 * hs * t;
+        for (int64_t d = 0; d < hs; ++d) page.key[d * bs + i] = token[d];
+        memcpy(page.value + i * hs, token + hs, hs * sizeof(ELEM));
+        page.score[i] = c->scores[head * c->num_tokens + positions[t]];
+        page.birth[i] = (int32_t)positions[t];
+    }
+    free(tokens);
+    return 0;
+}
+
+int COMPRESS(const h2o_decode_args *a, const h2o_compress_args *c) {
+    int failed = 0;
+#pragma omp parallel for num_threads(a->num_threads) reduction(| : failed)
+    for (int64_t head = 0; head < a->num_kv_heads; ++head)
+        failed |= FN(compress_head)(a, c, head);
+    return failed;
+}
+
+#undef COMPRESS
 #undef FN
 #undef CAT
 #undef CAT_

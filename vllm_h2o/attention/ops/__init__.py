@@ -1,12 +1,15 @@
-"""One decode step of resident rows: the contract, and the choice of a kernel."""
+"""What is done to resident rows: the contract, and the choice of a kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.lending import PageOf
 from vllm_h2o.policy.layout import SlotLayout
 
 
@@ -27,6 +30,49 @@ class ResidentRows:
 
 
 @dataclass(frozen=True)
+class HeadSlots:
+    """Budgets of a layer's KV heads, from the position `layout.budget` on.
+
+    Until then every head holds all tokens in its own pages. Page `i` of a head is
+    in the resident block of column `pages[head][i].column`, in the pages of the
+    layer `pages[head][i].layer`.
+
+    Attributes:
+        layouts: `[num_kv_heads]` the slots of each head.
+        pages: `[num_kv_heads][budget blocks of the head]`.
+        layers: Pages of all evicting layers.
+        layer: Index of this layer.
+    """
+
+    layouts: Sequence[SlotLayout]
+    pages: Sequence[Sequence[PageOf]]
+    layers: Sequence[Pages]
+    layer: int
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        """`[num_kv_heads, 2]` int64: budget, heavy slots."""
+        return torch.tensor([[x.budget, x.heavy_slots] for x in self.layouts])
+
+    @cached_property
+    def columns(self) -> torch.Tensor:
+        """`[num_kv_heads, most blocks]` int32 resident block of each page."""
+        return self._padded([[p.column for p in row] for row in self.pages]).int()
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """`[num_kv_heads, most blocks]` int64 bytes from our pages to the lender's."""
+        start = [layer.keys.data_ptr() for layer in self.layers]
+        own = start[self.layer]
+        return self._padded([[start[p.layer] - own for p in row] for row in self.pages])
+
+    @staticmethod
+    def _padded(rows: list[list[int]]) -> torch.Tensor:
+        most = max(len(row) for row in rows)
+        return torch.tensor([row + [0] * (most - len(row)) for row in rows])
+
+
+@dataclass(frozen=True)
 class DecodeParams:
     """What one layer's decode step depends on besides its tensors.
 
@@ -36,6 +82,7 @@ class DecodeParams:
         softcap: Logit soft cap, 0 for none.
         score_decay: Factor on old scores per new query.
         mean: Compare scores divided by the queries that could see a token.
+        heads: Budgets by head, None where all have the same.
     """
 
     layout: SlotLayout
@@ -43,6 +90,13 @@ class DecodeParams:
     softcap: float
     score_decay: float
     mean: bool
+    heads: HeadSlots | None = None
+
+    def layouts_at(self, position: int, num_kv_heads: int) -> Sequence[SlotLayout]:
+        """The slots of each KV head when the token at `position` comes."""
+        if self.heads is None or position < self.layout.budget:
+            return [self.layout] * num_kv_heads
+        return self.heads.layouts
 
 
 def decode_resident(
@@ -71,3 +125,33 @@ def decode_resident(
     from vllm_h2o.attention.ops import cpu
 
     cpu.decode_resident(query, key, value, pages, rows, params, output)
+
+
+def compress(
+    pages: Pages,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+    position: int,
+    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    scores: torch.Tensor,
+    params: DecodeParams,
+) -> None:
+    """Copy each KV head's chosen tokens into the slots of a request.
+
+    Sources may be overwritten: everything is read before anything is written.
+
+    Args:
+        pages: The layer's pages; targets may lie in those of other layers.
+        source_blocks: int32 blocks, the token at position p in block
+            `p // block_size`, offset `p % block_size`.
+        target_blocks: `[budget_blocks]` int32 resident blocks.
+        position: Of the next token: decides whether heads have their own slots.
+        chosen: Per KV head int64 `(positions, slots)`, as `select_residents` says.
+        scores: `[num_kv_heads, num_tokens]` float32, by position.
+        params: The layer's constants.
+    """
+    from vllm_h2o.attention.ops import cpu
+
+    cpu.compress(
+        pages, source_blocks, target_blocks, position, chosen, scores, params
+    )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,18 +27,22 @@ _FLAGS = (
     "-fno-trapping-math -fassociative-math -fno-signed-zeros"
 ).split()
 
-_FUNCTIONS = {
-    torch.float32: "h2o_decode_float32",
-    torch.bfloat16: "h2o_decode_bfloat16",
-    torch.float16: "h2o_decode_float16",
+_DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
 }
 
-_POINTERS = "query key value output cache block_table positions first_queries".split()
+_POINTERS = (
+    "query key value output cache block_table positions first_queries "
+    "head_layouts head_offsets head_columns"
+).split()
 _INTEGERS = (
     "num_rows num_heads num_kv_heads head_size block_size "
     "query_stride key_stride value_stride output_stride "
     "block_table_stride page_stride state_offset "
-    "budget heavy_slots pinned_slots whole_blocks score_mean num_threads"
+    "budget heavy_slots pinned_slots head_blocks largest_budget "
+    "whole_blocks score_mean num_threads"
 ).split()
 _FLOATS = "scale softcap score_decay".split()
 
@@ -48,6 +54,18 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _INTEGERS),
         *((name, ctypes.c_float) for name in _FLOATS),
+    ]
+
+
+class _CompressArgs(ctypes.Structure):
+    """Mirror of `h2o_compress_args` in decode.c."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in "source_blocks starts positions slots scores".split()
+        ),
+        ("num_tokens", ctypes.c_int64),
     ]
 
 
@@ -76,39 +94,102 @@ def decode_resident(
         key=key.data_ptr(),
         value=value.data_ptr(),
         output=output.data_ptr(),
-        cache=pages.keys.data_ptr(),
-        block_table=rows.block_table.data_ptr(),
         positions=rows.positions.data_ptr(),
         first_queries=rows.first_queries.data_ptr(),
         num_rows=num_rows,
         num_heads=num_heads,
-        num_kv_heads=key.shape[1],
-        head_size=head_size,
-        block_size=layout.block_size,
         query_stride=query.stride(0),
         key_stride=key.stride(0),
         value_stride=value.stride(0),
         output_stride=output.stride(0),
-        block_table_stride=rows.block_table.stride(0),
-        page_stride=pages.page_stride,
-        state_offset=pages.state_offset,
-        budget=layout.budget,
-        heavy_slots=layout.heavy_slots,
-        pinned_slots=layout.pinned_slots,
-        whole_blocks=layout.whole_blocks,
-        score_mean=params.mean,
-        num_threads=torch.get_num_threads(),
         scale=params.scale,
         softcap=params.softcap,
         score_decay=params.score_decay,
+        **_slot_args(pages, rows.block_table, params),
     )
-    if getattr(_library(), _FUNCTIONS[query.dtype])(ctypes.byref(args)):
+    if _function("decode", query.dtype)(ctypes.byref(args)):
         raise MemoryError("the H2O decode kernel could not allocate its scratch")
+
+
+def compress(
+    pages: Pages,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+    position: int,
+    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    scores: torch.Tensor,
+    params: DecodeParams,
+) -> None:
+    """See `vllm_h2o.attention.ops.compress`."""
+    positions = torch.cat([positions for positions, _ in chosen])
+    slots = torch.cat([slots for _, slots in chosen])
+    starts = torch.tensor([0, *itertools.accumulate(len(p) for p, _ in chosen)])
+    next_position = torch.tensor([position])
+    first_query = torch.tensor([0])
+    scores = scores.contiguous()
+    assert source_blocks.dtype == target_blocks.dtype == torch.int32
+    assert source_blocks.stride(0) == target_blocks.stride(0) == 1
+    assert scores.dtype == torch.float32
+    args = _Args(
+        positions=next_position.data_ptr(),
+        first_queries=first_query.data_ptr(),
+        num_rows=1,
+        **_slot_args(pages, target_blocks[None], params),
+    )
+    copies = _CompressArgs(
+        source_blocks=source_blocks.data_ptr(),
+        starts=starts.data_ptr(),
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        scores=scores.data_ptr(),
+        num_tokens=scores.shape[1],
+    )
+    function = _function("compress", pages.keys.dtype)
+    if function(ctypes.byref(args), ctypes.byref(copies)):
+        raise MemoryError("the H2O compress kernel could not allocate its scratch")
+
+
+def _slot_args(
+    pages: Pages, block_table: torch.Tensor, params: DecodeParams
+) -> dict[str, int]:
+    """The arguments that say where slots are."""
+    layout, heads = params.layout, params.heads
+    args = {
+        "cache": pages.keys.data_ptr(),
+        "num_kv_heads": pages.keys.shape[1],
+        "head_size": pages.keys.shape[2],
+        "block_size": layout.block_size,
+        "block_table": block_table.data_ptr(),
+        "block_table_stride": block_table.stride(0),
+        "page_stride": pages.page_stride,
+        "state_offset": pages.state_offset,
+        "budget": layout.budget,
+        "largest_budget": layout.budget,
+        "heavy_slots": layout.heavy_slots,
+        "pinned_slots": layout.pinned_slots,
+        "whole_blocks": layout.whole_blocks,
+        "score_mean": params.mean,
+        "num_threads": torch.get_num_threads(),
+    }
+    if heads is not None:
+        assert not layout.whole_blocks
+        args |= {
+            "head_layouts": heads.sizes.data_ptr(),
+            "head_offsets": heads.offsets.data_ptr(),
+            "head_columns": heads.columns.data_ptr(),
+            "head_blocks": heads.columns.shape[1],
+            "largest_budget": max(layout.budget, *(x.budget for x in heads.layouts)),
+        }
+    return args
+
+
+def _function(name: str, dtype: torch.dtype):
+    return getattr(_library(), f"h2o_{name}_{_DTYPES[dtype]}")
 
 
 def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None:
     """Raise ValueError for what the kernel does not have."""
-    if dtype not in _FUNCTIONS:
+    if dtype not in _DTYPES:
         raise ValueError(
             f"H2O on CPU has no kernel for dtype {dtype} (--dtype): "
             "use float32, bfloat16 or float16"
@@ -129,8 +210,9 @@ def _library() -> ctypes.CDLL:
     # torch has loaded its OpenMP by now; the same soname makes ours resolve to
     # it, so both share one pool of threads.
     library = ctypes.CDLL(str(target))
-    for name in _FUNCTIONS.values():
-        getattr(library, name).restype = ctypes.c_int
+    for dtype in _DTYPES.values():
+        for name in ("decode", "compress"):
+            getattr(library, f"h2o_{name}_{dtype}").restype = ctypes.c_int
     return library
 
 

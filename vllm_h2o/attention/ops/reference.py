@@ -1,6 +1,8 @@
-"""The decode step in plain torch: the oracle that every kernel is held to."""
+"""In plain torch: the oracle that every kernel is held to."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -29,6 +31,34 @@ def decode_resident(
             output[row, heads] = resident.attend(query[row, heads]).to(output.dtype)
 
 
+def compress(
+    pages: Pages,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+    position: int,
+    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    scores: torch.Tensor,
+    params: DecodeParams,
+) -> None:
+    """See `vllm_h2o.attention.ops.compress`."""
+    size = pages.block_size
+    blocks = source_blocks.long()
+    rows = ResidentRows(
+        target_blocks[None], torch.tensor([position]), torch.tensor([0])
+    )
+    for head, (positions, slots) in enumerate(chosen):
+        block, i = blocks[positions // size], positions % size
+        tokens = {
+            "keys": pages.keys[block, head, :, i],
+            "values": pages.values[block, head, i],
+            "scores": scores[head, positions],
+            "births": positions.int(),
+        }
+        target = _Resident(pages, rows, 0, head, params)
+        for what, content in tokens.items():
+            target.put(what, slots, content)
+
+
 class _Resident:
     """The slots of one request in one KV head."""
 
@@ -40,36 +70,58 @@ class _Resident:
         head: int,
         params: DecodeParams,
     ) -> None:
-        self.pages, self.head, self.params = pages, head, params
-        self.layout = params.layout
-        self.blocks = rows.block_table[row].long()
+        self.head, self.params = head, params
         self.position = int(rows.positions[row])
         self.first_query = int(rows.first_queries[row])
+        num_kv_heads = pages.keys.shape[1]
+        self.layout = params.layouts_at(self.position, num_kv_heads)[head]
+        blocks = rows.block_table[row].tolist()
+        self.places = [(pages, block) for block in blocks]
+        if params.heads is not None and self.position >= params.layout.budget:
+            self.places = [
+                (params.heads.layers[page.layer], blocks[page.column])
+                for page in params.heads.pages[head]
+            ]
         self.slot = self.layout.slot(self.position)
 
-    def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block ids and offsets of slots."""
-        size = self.layout.block_size
-        return self.blocks[slots // size], slots % size
+    def page(self, what: str, number: int) -> torch.Tensor:
+        """View `[block_size, ...]` of a page's `keys`, `values`, `scores`, `births`."""
+        pages, block = self.places[number]
+        mine = getattr(pages, what)[block, self.head]
+        return mine.T if what == "keys" else mine
+
+    def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
+        """Copy of the slots' content, `[n, ...]`."""
+        numbers, size = slots // self.layout.block_size, self.layout.block_size
+        content = None
+        for number in numbers.unique().tolist():
+            page, mine = self.page(what, number), numbers == number
+            if content is None:
+                content = page.new_empty(len(slots), *page.shape[1:])
+            content[mine] = page[slots[mine] % size]
+        assert content is not None
+        return content
+
+    def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
+        """Overwrite the slots' content."""
+        numbers, size = slots // self.layout.block_size, self.layout.block_size
+        for number in numbers.unique().tolist():
+            mine = numbers == number
+            self.page(what, number)[slots[mine] % size] = content[mine]
 
     def values(self, slots: torch.Tensor) -> torch.Tensor:
         """What the tokens in these slots are compared by."""
-        block, offset = self.at(slots)
-        scores = self.pages.scores[block, self.head, offset]
+        scores = self.get("scores", slots)
         if not self.params.mean:
             return scores
-        births = self.pages.births[block, self.head, offset]
+        births = self.get("births", slots)
         seen = self.position - births.clamp(min=self.first_query)
         return scores / seen
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy tokens between slots."""
-        (from_block, i), (to_block, j) = self.at(source), self.at(target)
-        pages, head = self.pages, self.head
-        pages.keys[to_block, head, :, j] = pages.keys[from_block, head, :, i]
-        pages.values[to_block, head, j] = pages.values[from_block, head, i]
-        pages.scores[to_block, head, j] = pages.scores[from_block, head, i]
-        pages.births[to_block, head, j] = pages.births[from_block, head, i]
+        for what in ("keys", "values", "scores", "births"):
+            self.put(what, target, self.get(what, source))
 
     def graduate(self) -> None:
         """Let what leaves the recent window compete with the heavy set."""
@@ -83,8 +135,7 @@ class _Resident:
         within = torch.arange(unit)
         leaving = self.slot + within
         competing = self.values(heavy).view(-1, unit).sum(dim=1)
-        block, offset = self.at(heavy[::unit])
-        births = self.pages.births[block, self.head, offset]
+        births = self.get("births", heavy[::unit])
         lowest = competing.min()
         births = births.masked_fill(competing > lowest, torch.iinfo(births.dtype).max)
         if self.values(leaving).sum() > lowest:
@@ -92,11 +143,11 @@ class _Resident:
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the new token into its slot."""
-        block, offset = self.at(torch.tensor(self.slot))
-        self.pages.keys[block, self.head, :, offset] = key
-        self.pages.values[block, self.head, offset] = value
-        self.pages.scores[block, self.head, offset] = 0.0
-        self.pages.births[block, self.head, offset] = self.position
+        slot = torch.tensor([self.slot])
+        self.put("keys", slot, key[None])
+        self.put("values", slot, value[None])
+        self.put("scores", slot, torch.zeros(1))
+        self.put("births", slot, torch.tensor([self.position], dtype=torch.int32))
 
     def occupied(self) -> torch.Tensor:
         """Slots that hold a token."""
@@ -110,15 +161,13 @@ class _Resident:
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:
         """Return `[group, head_size]` attention and add it to the scores."""
-        params = self.params
-        block, offset = self.at(self.occupied())
-        keys = self.pages.keys[block, self.head, :, offset].float()
-        values = self.pages.values[block, self.head, offset].float()
+        params, slots = self.params, self.occupied()
+        keys = self.get("keys", slots).float()
+        values = self.get("values", slots).float()
         logits = query.float() @ keys.T * params.scale
         if params.softcap > 0.0:
             logits = params.softcap * torch.tanh(logits / params.softcap)
         probs = logits.softmax(dim=1)
-        scores = self.pages.scores[block, self.head, offset]
-        scores = scores * params.score_decay + probs.sum(dim=0)
-        self.pages.scores[block, self.head, offset] = scores
+        scores = self.get("scores", slots) * params.score_decay + probs.sum(dim=0)
+        self.put("scores", slots, scores)
         return probs @ values

@@ -1,0 +1,1 @@
+"""Quality under eviction, measured in the engine and beside its peers."""

@@ -1,0 +1,83 @@
+"""Budgets by KV head: from a model's profile to the slots of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_h2o.attention.ops import HeadSlots
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import AUTO, UNIFORM, H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.lending import PageOf, lend
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """One layer's part of the budgets by head.
+
+    Attributes:
+        layouts: `[num_kv_heads]` slots of each of this rank's heads.
+        pages: `[num_kv_heads][blocks]` where their pages are.
+        layer: Index of this layer among the evicting ones.
+        caches: Returns the KV cache of every evicting layer, as vLLM bound it.
+    """
+
+    layouts: Sequence[SlotLayout]
+    pages: Sequence[Sequence[PageOf]]
+    layer: int
+    caches: Callable[[], list[torch.Tensor]]
+
+    def slots(self) -> HeadSlots:
+        """With the pages of all layers, which are there once the cache is bound."""
+        layers = [Pages.view(cache) for cache in self.caches()]
+        return HeadSlots(self.layouts, self.pages, layers, self.layer)
+
+
+def profile_path(config: H2OConfig, model: str) -> Path | None:
+    """The profile's file, or None where all heads have the same budget."""
+    if config.head_budgets == UNIFORM:
+        return None
+    if config.head_budgets != AUTO:
+        return Path(config.head_budgets)
+    path = Path(model) / FILE_NAME
+    return path if config.may_differ_by_head and path.is_file() else None
+
+
+def split(
+    profile: HeadProfile,
+    config: H2OConfig,
+    layout: SlotLayout,
+    max_blocks: int,
+    kv_heads: slice,
+    caches: Callable[[], list[torch.Tensor]],
+) -> list[LayerHeads]:
+    """Budgets of every evicting layer.
+
+    Args:
+        profile: The model's profile.
+        config: The policy.
+        layout: The slots of a head on average.
+        max_blocks: Blocks of the longest sequence.
+        kv_heads: This rank's of the model's KV heads.
+        caches: See `LayerHeads`.
+
+    Returns:
+        One entry per evicting layer, in the order of the model.
+    """
+    blocks = allocate(profile, layout.block_size, layout.budget_blocks, max_blocks)
+    blocks = [layer[kv_heads] for layer in blocks]
+    pages = lend(blocks, layout.budget_blocks)
+    return [
+        LayerHeads(
+            [SlotLayout.of_blocks(config, layout.block_size, n) for n in blocks[i]],
+            pages[i],
+            i,
+            caches,
+        )
+        for i in range(len(blocks))
+    ]

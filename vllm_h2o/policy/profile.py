@@ -1,0 +1,164 @@
+"""Uneven budgets: how much each KV head loses at which budget, and who gets what.
+
+A few KV heads need far more of the past than the others. A profile, measured once
+per model (`python -m vllm_h2o.calibrate`), says how the error of each head's output
+falls with its budget; `allocate` spends a request's blocks where the error falls
+most. The total stays what the scheduler counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE_NAME = "h2o_heads.json"
+"""Where a model's folder holds its profile."""
+
+_MIN_BLOCKS = 2
+"""Every head keeps a heavy and a recent block."""
+
+
+@dataclass(frozen=True)
+class HeadProfile:
+    """Errors of attention outputs under eviction, by layer, KV head and budget.
+
+    Attributes:
+        grid_tokens: `[n]` budgets in tokens, ascending.
+        errors: `[num_layers, num_kv_heads, n]` squared error of the head's
+            contribution to the residual stream over the stream's squared norm.
+        measured_on: What it was measured on, for people.
+    """
+
+    grid_tokens: list[int]
+    errors: list[list[list[float]]]
+    measured_on: str = ""
+
+    def __post_init__(self) -> None:
+        grid = self.grid_tokens
+        if len(grid) < 2 or sorted(set(grid)) != list(grid) or grid[0] < 1:
+            raise ValueError(f"grid_tokens is {grid}: use ascending token counts")
+        heads = {len(layer) for layer in self.errors}
+        if len(heads) != 1 or 0 in heads:
+            raise ValueError("errors must have the same number of heads in each layer")
+        curves = [curve for layer in self.errors for curve in layer]
+        if any(len(curve) != len(grid) for curve in curves):
+            raise ValueError("errors must have a value for each of grid_tokens")
+        if not all(0.0 <= e < math.inf for curve in curves for e in curve):
+            raise ValueError("errors must be finite and not negative")
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers that evict."""
+        return len(self.errors)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer, of all tensor-parallel ranks together."""
+        return len(self.errors[0])
+
+    @classmethod
+    def load(cls, path: Path) -> HeadProfile:
+        """Read a profile.
+
+        Raises:
+            ValueError: There is none, or it is not one; the message names the
+                option, the file and the fix.
+        """
+        fix = "write one with python -m vllm_h2o.calibrate, or use 'uniform'"
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"h2o_head_budgets (--h2o-head-budgets): {path} is no head profile "
+                f"({error}): {fix}"
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(asdict(self)) + "\n")
+
+
+def allocate(
+    profile: HeadProfile, block_size: int, budget_blocks: int, max_blocks: int
+) -> list[list[int]]:
+    """Spend `num_layers * budget_blocks` blocks per KV head where errors fall most.
+
+    Heads of the same index in different layers share: so every tensor-parallel
+    rank has its own sum, and TP=n gives TP=1's budgets.
+
+    Args:
+        profile: The errors.
+        block_size: Tokens per block.
+        budget_blocks: Blocks of a head on average.
+        max_blocks: Blocks of the longest sequence; no head gets more.
+
+    Returns:
+        `[num_layers][num_kv_heads]` blocks, at least two each.
+    """
+    columns = []
+    for head in range(profile.num_kv_heads):
+        curves = [
+            _curve(profile.grid_tokens, layer[head], block_size, max_blocks)
+            for layer in profile.errors
+        ]
+        columns.append(_spend(curves, profile.num_layers * budget_blocks))
+    return [list(layer) for layer in zip(*columns, strict=True)]
+
+
+def _curve(
+    grid: list[int], errors: list[float], block_size: int, max_blocks: int
+) -> list[float]:
+    """Error at 2, 3, ... `max_blocks` blocks: log-log interpolation, falling."""
+    points = [
+        (math.log(tokens), math.log(max(error, 1e-12)))
+        for tokens, error in zip(grid, errors, strict=True)
+    ]
+    curve = [
+        math.exp(_interpolate(points, math.log(blocks * block_size)))
+        for blocks in range(_MIN_BLOCKS, max(max_blocks, _MIN_BLOCKS) + 1)
+    ]
+    for i in range(1, len(curve)):
+        curve[i] = min(curve[i], curve[i - 1])
+    return curve
+
+
+def _interpolate(points: list[tuple[float, float]], x: float) -> float:
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+def _spend(curves: list[list[float]], total: int) -> list[int]:
+    """Blocks per curve, `total` together: the steepest average fall goes first.
+
+    Looking ahead over several blocks is what makes a greedy choice right where a
+    curve falls late.
+    """
+    given = [_MIN_BLOCKS] * len(curves)
+    left = total - sum(given)
+    while left > 0:
+        best, choice, step = 0.0, -1, 0
+        for i, curve in enumerate(curves):
+            start = given[i] - _MIN_BLOCKS
+            for n in range(1, min(left, len(curve) - 1 - start) + 1):
+                fall = (curve[start] - curve[start + n]) / n
+                if fall > best:
+                    best, choice, step = fall, i, n
+        if choice < 0:
+            break
+        given[choice] += step
+        left -= step
+    _spread(given, left, most=len(curves[0]) - 1 + _MIN_BLOCKS)
+    return given
+
+
+def _spread(given: list[int], left: int, most: int) -> None:
+    """Hand out what no curve wants, the poorest first."""
+    while left > 0 and min(given) < most:
+        given[given.index(min(given))] += 1
+        left -= 1
