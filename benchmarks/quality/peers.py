@@ -200,15 +200,14 @@ class PeerRunner:
         self, press: str, budget_tokens: int, prompt_tokens: int
     ) -> Iterator[PressReader]:
         """A fresh cache, and the hooks of the press while it lasts."""
+        # Only the eager attention returns the probabilities that this one sums.
+        self.model.set_attn_implementation("eager" if press == OBSERVED else "sdpa")
         if press == FULL:
             yield PressReader(self.model)
             return
-        # Only the eager attention returns the probabilities that this one sums.
-        self.model.set_attn_implementation("eager" if press == OBSERVED else "sdpa")
         torch.manual_seed(self.seed)
         with self._wrapped(press, budget_tokens, prompt_tokens)(self.model):
             yield PressReader(self.model)
-        self.model.set_attn_implementation("sdpa")
 
     def _wrapped(
         self, name: str, budget_tokens: int, prompt_tokens: int
