@@ -11,6 +11,11 @@ how many it were). Presses run as kvpress ships them but for three things:
   first slots for the sinks (StreamingLLM) and a slot's number for its age
   (ObservedAttention): here kept tokens stay in the order of time.
 * SnapKV's window must be shorter than the decoding interval, after the prompt.
+
+What the decoding wrapper of kvpress 0.5.5 does is left as it is, though after the
+prompt ObservedAttention sees the probabilities of the last query only, SnapKV
+rotates its whole window to the position of its last query, and ExpectedAttention
+expects queries at positions right after its buffer instead of after the text.
 """
 
 from __future__ import annotations
