@@ -1,1 +1,1 @@
-"""Quality under eviction, measured in the engine and beside its peers."""
+"""Quality of eviction policies: ours in the engine, the peers on the same work."""
