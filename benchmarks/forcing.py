@@ -1,62 +1,134 @@
-"""Teacher forcing through vLLM: the next token is given, its probability recorded.
+"""Teacher forcing through vLLM: the next tokens are given, the model's own recorded.
 
     LLM(MODEL, logits_processors=["benchmarks.forcing:ForcedTokens"])
-    SamplingParams(temperature=0, logprobs=1, extra_args={"forced_token_ids": [...]})
+    SamplingParams(temperature=0, extra_args={"forced_token_ids": [...]})
 
-vLLM records raw log-probabilities before logits processors run, so those of the
-sampled tokens are the model's own, under whatever the KV cache still holds.
+The processor sees the logits before it forces them, so what it records is the
+model's own, under whatever the KV cache still holds. Records and references go
+through files: the processor runs in the worker's process.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from benchmarks.quality.reading import ForcedRecord
+
 FORCED_TOKEN_IDS = "forced_token_ids"
+RECORD_PATH = "record_path"
+REFERENCE_PATH = "reference_path"
+WRITES_REFERENCE = "writes_reference"
 
 
 class ForcedTokens(AdapterLogitsProcessor):
-    """Makes each request sample the tokens that its parameters name."""
+    """Makes each request sample the tokens that its parameters name first."""
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Raise ValueError unless the forced tokens last for the whole output."""
-        forced = (params.extra_args or {}).get(FORCED_TOKEN_IDS)
-        if forced is not None and len(forced) < (params.max_tokens or 0):
+        """Raise ValueError unless a record lasts for the whole output."""
+        extra = params.extra_args or {}
+        forced = extra.get(FORCED_TOKEN_IDS)
+        if RECORD_PATH in extra and len(forced or []) != params.max_tokens:
             raise ValueError(
-                f"{FORCED_TOKEN_IDS} has {len(forced)} tokens, max_tokens is "
-                f"{params.max_tokens}: give at least as many"
+                f"{RECORD_PATH} records {FORCED_TOKEN_IDS}, of which there are "
+                f"{len(forced or [])}, but max_tokens is {params.max_tokens}: "
+                "give as many"
             )
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        forced = (params.extra_args or {}).get(FORCED_TOKEN_IDS)
-        return None if forced is None else _Force(forced)
+        extra = params.extra_args or {}
+        forced = extra.get(FORCED_TOKEN_IDS)
+        if not forced:
+            return None
+        if RECORD_PATH not in extra:
+            return _Force(forced)
+        return _Record(
+            forced,
+            Path(extra[RECORD_PATH]),
+            extra.get(REFERENCE_PATH),
+            extra.get(WRITES_REFERENCE, False),
+        )
 
 
 class _Force:
+    """Forces the first tokens and leaves the rest alone."""
+
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids
 
     def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output_ids) >= len(self._token_ids):
+            return logits
         token = self._token_ids[len(output_ids)]
         logits.fill_(float("-inf"))
         logits[token] = 0.0
         return logits
 
 
-def forced(token_ids: list[int]) -> SamplingParams:
-    """Sampling parameters that read `token_ids` out of the model."""
+class _Record(_Force):
+    """Keeps a `ForcedRecord` on the way, and writes it with the last token."""
+
+    def __init__(
+        self, token_ids: list[int], path: Path, reference: str | None, writes: bool
+    ) -> None:
+        super().__init__(token_ids)
+        self._path, self._reference, self._writes = path, reference, writes
+        self._full: np.ndarray | None = None
+        self._record = ForcedRecord()
+
+    def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        number = len(output_ids)
+        if number == 0:
+            # Also after a preemption, which starts the request again.
+            self._record = ForcedRecord()
+            self._open(len(logits))
+        full = None
+        if self._writes:
+            assert self._full is not None
+            self._full[number] = logits.float().log_softmax(dim=-1).numpy()
+        elif self._full is not None:
+            full = self._full[number]
+        self._record.add(logits, self._token_ids[number], full)
+        if number + 1 == len(self._token_ids):
+            self._path.write_text(json.dumps(asdict(self._record)))
+        return super().__call__(output_ids, logits)
+
+    def _open(self, vocab: int) -> None:
+        if self._writes:
+            self._full = np.lib.format.open_memmap(
+                self._reference,
+                mode="w+",
+                dtype=np.float16,
+                shape=(len(self._token_ids), vocab),
+            )
+        elif self._reference is not None:
+            self._full = np.load(self._reference, mmap_mode="r")
+
+
+def forced(token_ids: list[int], max_tokens: int | None = None, **extra: Any) -> Any:
+    """Sampling parameters that give `token_ids` first, then greedy tokens.
+
+    Args:
+        token_ids: May be empty.
+        max_tokens: Of the output, the forced ones included; None: those alone.
+        extra: `record_path`, and `reference_path` of the full cache's log-softmax
+            (`writes_reference=True` makes that file).
+    """
     return SamplingParams(
         temperature=0.0,
-        max_tokens=len(token_ids),
-        ignore_eos=True,
-        logprobs=1,
+        max_tokens=max_tokens or len(token_ids),
+        ignore_eos=max_tokens is None,
         detokenize=False,
-        extra_args={FORCED_TOKEN_IDS: token_ids},
+        extra_args={FORCED_TOKEN_IDS: token_ids, **extra},
     )

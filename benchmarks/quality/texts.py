@@ -107,7 +107,9 @@ def _novel() -> list[str]:
 def _r_strings(serialized: bytes) -> str:
     """The strings of an R object in XDR: flags, length, bytes each."""
     lines = []
-    for match in re.finditer(rb"\x00[\x00-\x04][\x00-\x80]\x09(\x00\x00..)", serialized):
+    for match in re.finditer(
+        rb"\x00[\x00-\x04][\x00-\x80]\x09(\x00\x00..)", serialized
+    ):
         size = int.from_bytes(match[1], "big")
         lines.append(serialized[match.end() : match.end() + size].decode("latin-1"))
     return "\n".join(lines)
@@ -115,7 +117,9 @@ def _r_strings(serialized: bytes) -> str:
 
 def _manual() -> list[str]:
     folder = _debian("debian-handbook") / "usr/share/doc/debian-handbook/html/en-US"
-    return ["\n\n".join(_pages(folder, f"{name}*.html")) for name in ("sect.a", "sect.p")]
+    return [
+        "\n\n".join(_pages(folder, f"{name}*.html")) for name in ("sect.a", "sect.p")
+    ]
 
 
 def _polemic() -> list[str]:

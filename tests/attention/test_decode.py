@@ -1,11 +1,16 @@
 """Every decode kernel against the torch reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu, reference
+from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu, reference
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.prompt import choose
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
+from vllm_h2o.policy.lending import lend
 
 NUM_BLOCKS = 24
 
@@ -112,3 +117,56 @@ def test_unsupported_shapes_are_named():
         cpu.check_supported(torch.float64, 64, 16)
     with pytest.raises(ValueError, match="--block-size"):
         cpu.check_supported(torch.float32, 64, 8)
+
+
+def heads_of(pages_of_layers, layer, blocks):
+    """Budgets by head over the pages of three layers, heads of 2..7 blocks."""
+    config = H2OConfig(sinks=4)
+    return HeadSlots(
+        [SlotLayout.of_blocks(config, 16, n) for n in blocks[layer]],
+        lend(blocks, 3)[layer],
+        pages_of_layers,
+        layer,
+    )
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_budgets_by_head_equal_reference(layer):
+    """From the step that fills the common budget on, in borrowed pages."""
+    blocks = [[2, 5, 2], [5, 2, 2], [2, 2, 5]]
+    dtype, budget = torch.float32, 48
+    results = []
+    for op, copy in (
+        (reference.decode_resident, reference.compress),
+        (cpu.decode_resident, cpu.compress),
+    ):
+        generator = torch.Generator().manual_seed(layer)
+        caches = [make_cache(dtype, 3, 64, 16) for _ in blocks]
+        layers = [Pages.view(cache) for cache in caches]
+        params = replace(
+            params_of(mean=True, recent_slots=16, heavy_slots=32),
+            heads=heads_of(layers, layer, blocks),
+        )
+        table = torch.tensor([[7, 3, 11]], dtype=torch.int32)
+        outputs = []
+        for position in range(150):
+            shape = (1, 9, 64)
+            query = torch.randn(shape, generator=generator).mul(2)
+            key, value = torch.randn((2, 1, 3, 64), generator=generator)
+            output = torch.full_like(query, float("nan"))
+            rows = ResidentRows(table, torch.tensor([position]), torch.tensor([0]))
+            if position == budget:
+                scores = layers[layer].scores[table[0].long()]
+                scores = scores.transpose(0, 1).flatten(1)
+                config = H2OConfig(sinks=4, pooling=1)
+                chosen = choose(scores, position, 0, config, params)
+                copy(
+                    layers[layer], table[0], table[0], position, chosen, scores, params
+                )
+            op(query, key, value, layers[layer], rows, params, output)
+            outputs.append(output)
+        births = torch.cat([pages.births[[7, 3, 11]] for pages in layers])
+        results.append((torch.cat(outputs), births))
+    (expected, expected_births), (actual, births) = results
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(births, expected_births)

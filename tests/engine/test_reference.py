@@ -5,10 +5,12 @@ import json
 
 import pytest
 
+from benchmarks.forcing import forced
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import engine, generate, prompts_of
 from tests.reference.dense_h2o import DenseLlama, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
 
 pytestmark = pytest.mark.engine
 
@@ -36,13 +38,15 @@ def settings_of(variant):
             "eviction_unit": variant.unit,
             "score_decay": variant.decay,
             "sinks": variant.sinks,
+            "recent_ratio": 0.5,
         }
     )
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with engine(kv_policy="h2o", h2o_budget=BUDGET) as llm:
+    options = {"kv_policy": "h2o", "h2o_budget": BUDGET}
+    with engine(**options, h2o_head_budgets="uniform") as llm:
         yield llm
 
 
@@ -65,11 +69,71 @@ def expected(prompts):
 def test_engine_equals_reference(llm, prompts, expected, number):
     llm.collective_rpc("probe_set_policy", args=(settings_of(VARIANTS[number]),))
     llm.collective_rpc("probe_watch")
+    assert_equal(llm, prompts, [results[number] for results in expected])
+
+
+def test_budgets_by_head_equal_reference():
+    """Also of a request that fills the common budget while it generates."""
+    folder = ensure_model()
+    profile = HeadProfile.load(folder / FILE_NAME)
+    blocks = allocate(profile, SIZES.block, SIZES.budget // SIZES.block, 64)
+    sizes = [[own_sizes(n) for n in layer] for layer in blocks]
+    assert len({head.budget for layer in sizes for head in layer}) > 4
+    variant = Variant(64, 1, "mean", "token")
+    prompts = prompts_of(220, 300, 1100)
+    model = DenseLlama(folder)
+    expected = [
+        generate_densely(model, prompt, NUM_TOKENS, [variant], SIZES, sizes)[0]
+        for prompt in prompts
+    ]
+    settings = json.loads(settings_of(variant))
+    options = {f"h2o_{name}": value for name, value in settings.items()}
+    with engine(kv_policy="h2o", **options) as llm:
+        llm.collective_rpc("probe_watch")
+        assert_equal(llm, prompts, expected)
+
+
+def test_loss_equals_reference(tmp_path):
+    """Teacher-forced through real text: the engine's loss is the reference's."""
+    variant, sizes = Variant(64, 1, "mean", "token"), Sizes(64, 64, 32)
+    texts = prompts_of(640, 640)
+    cut, model = 480, DenseLlama(ensure_model())
+    expected = [
+        generate_densely(model, t[:cut], 160, [variant], sizes, forced=t[cut:])[0]
+        for t in texts
+    ]
+    settings = json.loads(settings_of(variant)) | {"budget": sizes.budget}
+    options = {f"h2o_{name}": value for name, value in settings.items()}
+    options |= {"h2o_head_budgets": "uniform", "kv_policy": "h2o"}
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    with engine(
+        logits_processors=["benchmarks.forcing:ForcedTokens"], **options
+    ) as llm:
+        llm.generate(
+            [{"prompt_token_ids": t[:cut]} for t in texts],
+            [
+                forced(t[cut:], record_path=str(file))
+                for t, file in zip(texts, files, strict=True)
+            ],
+        )
+    for file, result in zip(files, expected, strict=True):
+        record = json.loads(file.read_text())
+        loss = -sum(record["logprobs"]) / len(record["logprobs"])
+        assert len(record["logprobs"]) == len(result.losses) == 160
+        assert loss == pytest.approx(sum(result.losses) / 160, abs=0.002)
+
+
+def own_sizes(blocks):
+    """Half heavy, half recent, in whole blocks; the odd one is recent."""
+    recent = (blocks + 1) // 2 * SIZES.block
+    return Sizes(blocks * SIZES.block - recent, recent, SIZES.block)
+
+
+def assert_equal(llm, prompts, expected):
     tokens = generate(llm, prompts, NUM_TOKENS)
     survivors = list(llm.collective_rpc("probe_survivors")[0].values())
     assert len(survivors) == len(prompts)
-    for i, results in enumerate(expected):
-        result = results[number]
+    for i, result in enumerate(expected):
         assert tokens[i] == result.tokens, f"prompt {i}"
         wrong = _differences(survivors[i], result.heads)
         # Equal but for ties: float32 sums in another order decide them.

@@ -74,20 +74,16 @@ class WorkerProbe:
 
         Valid while the blocks of a finished request have not been reused.
         """
-        layout = self._builders()[0].layout
-        found = {}
-        for request_id, (blocks, end) in self._rows.items():
-            slots = torch.arange(min(end, layout.budget))
-            last = layout.slot(end - 1)
-            if layout.whole_blocks and end > layout.budget:
-                size = layout.block_size
-                slots = slots[(slots // size != last // size) | (slots <= last)]
-            held = blocks[slots // layout.block_size], slots % layout.block_size
-            found[request_id] = [
-                layer.impl._pages.births[held[0], :, held[1]].T.sort(dim=1)[0].tolist()
+        return {
+            request_id: [
+                [
+                    _held(layer.impl, blocks, end, head)
+                    for head in range(layer.impl._pages.keys.shape[1])
+                ]
                 for layer in self._layers().values()
             ]
-        return found
+            for request_id, (blocks, end) in self._rows.items()
+        }
 
     def probe_checksums(self, block_ids: list[int]) -> list[str]:
         """A digest of each block over all layers, keys to births."""
@@ -100,6 +96,24 @@ class WorkerProbe:
                     digest.update(part[block].contiguous().view(torch.uint8).numpy())
             digests.append(digest.hexdigest())
         return digests
+
+
+def _held(impl: Any, blocks: torch.Tensor, end: int, head: int) -> list[int]:
+    """Sorted positions that a KV head holds of a request of `end` tokens."""
+    params, pages = impl._params, impl._pages
+    layout = params.layouts_at(end - 1, head + 1)[head]
+    places = [(pages, int(block)) for block in blocks]
+    if params.heads is not None and end > params.layout.budget:
+        heads = params.heads
+        places = [(heads.layers[p.layer], blocks[p.column]) for p in heads.pages[head]]
+    size, last = layout.block_size, layout.slot(end - 1)
+    slots = range(min(end, layout.budget))
+    if layout.whole_blocks and end > layout.budget:
+        slots = [s for s in slots if s // size != last // size or s <= last]
+    return sorted(
+        int(places[s // size][0].births[places[s // size][1], head, s % size])
+        for s in slots
+    )
 
 
 def _layer_index(name: str) -> int:

@@ -101,8 +101,10 @@ class DenseLlama:
 class Head:
     """The greedy rule in one KV head of one layer of one variant."""
 
-    def __init__(self, variant: Variant, sizes: Sizes, capacity: int) -> None:
-        self.variant, self.sizes = variant, sizes
+    def __init__(
+        self, variant: Variant, common: Sizes, sizes: Sizes, capacity: int
+    ) -> None:
+        self.variant, self.common, self.sizes = variant, common, sizes
         self.kept = torch.zeros(capacity, dtype=torch.bool)
         self.scores = torch.zeros(capacity)
         self.first_query = 0
@@ -128,9 +130,16 @@ class Head:
         observed = attention[:, self.first_query :].sum(dim=0)
         ages = torch.arange(len(observed) - 1, -1, -1)
         self.scores[:n] = (observed * (variant.decay**ages)[:, None]).sum(dim=0)
-        if n <= sizes.budget:
+        # Below the common budget all heads keep everything, whatever their own is.
+        if n <= max(sizes.budget, self.common.budget):
             self.kept[:n] = True
-            return
+        if n > self.common.budget and n > sizes.budget:
+            self.select(n)
+
+    def select(self, n: int) -> None:
+        """Keep what a head of this size keeps of `n` tokens."""
+        variant, sizes = self.variant, self.sizes
+        self.kept[:n] = False
         value = self.values(n)[:n]
         half = variant.pooling // 2
         padded = F.pad(value, (half, half), value=float("-inf"))
@@ -159,7 +168,9 @@ class Head:
         """H2O's step before the token at `position` joins a full set."""
         variant, sizes = self.variant, self.sizes
         unit = sizes.block if variant.unit == "block" else 1
-        if position < sizes.budget or position % unit:
+        if position == self.common.budget > sizes.budget:
+            self.select(position)
+        if position < max(sizes.budget, self.common.budget) or position % unit:
             return
         leaving = (position - sizes.recent) // unit
         pinned = -(-variant.sinks // unit)
@@ -194,10 +205,14 @@ class Head:
 
 @dataclass
 class Result:
-    """Greedy tokens, and survivors by layer and KV head, of one variant."""
+    """Tokens, survivors by layer and KV head, and losses of one variant.
+
+    `losses` are of the forced tokens, in nats.
+    """
 
     tokens: list[int]
     heads: list[list[Head]]
+    losses: list[float]
 
 
 @torch.no_grad()
@@ -207,15 +222,24 @@ def generate(
     num_tokens: int,
     variants: list[Variant],
     sizes: Sizes,
+    own_sizes: list[list[Sizes]] | None = None,
+    forced: list[int] | None = None,
 ) -> list[Result]:
-    """Decode greedily under every variant."""
+    """Decode greedily, or through `forced` tokens, under every variant.
+
+    `own_sizes` are those of each layer and KV head; `sizes` then is their average,
+    up to which nothing is evicted.
+    """
     n, capacity = len(prompt), len(prompt) + num_tokens
     group = model.num_heads // model.num_kv_heads
     scale = model.head_dim**-0.5
     heads = [
         [
-            [Head(v, sizes, capacity) for _ in range(model.num_kv_heads)]
-            for _ in range(model.num_layers)
+            [
+                Head(v, sizes, own_sizes[layer][g] if own_sizes else sizes, capacity)
+                for g in range(model.num_kv_heads)
+            ]
+            for layer in range(model.num_layers)
         ]
         for v in variants
     ]
@@ -236,8 +260,17 @@ def generate(
         values.append(torch.zeros(grown))
         keys[-1][:, :, :n] = k.transpose(0, 1)
         values[-1][:, :, :n] = v.transpose(0, 1)
-    first = int(model.logits(x[-1]).argmax())
-    tokens = [[first] for _ in variants]
+    tokens: list[list[int]] = [[] for _ in variants]
+    losses: list[list[float]] = [[] for _ in variants]
+
+    def next_tokens(logits: torch.Tensor) -> None:
+        logprobs = logits.log_softmax(dim=-1)
+        for mine, lost, row in zip(tokens, losses, logprobs, strict=True):
+            token = forced[len(mine)] if forced else int(row.argmax())
+            mine.append(token)
+            lost.append(-float(row[token]))
+
+    next_tokens(model.logits(x[-1]).expand(len(variants), -1))
     for position in range(n, n + num_tokens - 1):
         x = model.embed(torch.tensor([t[-1] for t in tokens]))
         for layer in range(model.num_layers):
@@ -259,6 +292,5 @@ def generate(
                 for g, head in enumerate(per_variant[layer]):
                     head.accumulate(attention[i, g].sum(dim=0))
             x = model.after_attention(x, mixed.flatten(1, 2), layer)
-        for i, token in enumerate(model.logits(x).argmax(dim=-1).tolist()):
-            tokens[i].append(token)
-    return [Result(t, h) for t, h in zip(tokens, heads, strict=True)]
+        next_tokens(model.logits(x))
+    return [Result(*parts) for parts in zip(tokens, heads, losses, strict=True)]

@@ -158,9 +158,7 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             part = torch.empty_like(output[: len(tokens)])
         if self._params.heads is not None:
             for row in metadata.filled:
-                part_ways(
-                    self._pages, row, metadata.resident, self.h2o, self._params
-                )
+                part_ways(self._pages, row, metadata.resident, self.h2o, self._params)
         decode_resident(
             query, key, value, self._pages, metadata.resident, self._params, part
         )

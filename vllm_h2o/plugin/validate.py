@@ -161,7 +161,9 @@ def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
         _refuse("--h2o-head-budgets with --pipeline-parallel-size", size, fix)
     kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
     if kinds is None:
-        kinds = ["full_attention"] * vllm_config.model_config.get_total_num_hidden_layers()
+        kinds = [
+            "full_attention"
+        ] * vllm_config.model_config.get_total_num_hidden_layers()
     check_profile(profile, path, vllm_config, list(kinds).count("full_attention"))
 
 

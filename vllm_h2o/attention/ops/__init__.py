@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.policy.lending import PageOf
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.lending import PageOf
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,4 @@ def compress(
     """
     from vllm_h2o.attention.ops import cpu
 
-    cpu.compress(
-        pages, source_blocks, target_blocks, position, chosen, scores, params
-    )
+    cpu.compress(pages, source_blocks, target_blocks, position, chosen, scores, params)

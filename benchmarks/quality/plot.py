@@ -1,0 +1,116 @@
+"""Pictures of the quality CSV, into docs/.
+
+python -m benchmarks.quality.plot
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+SYSTEM_LABELS = {"vllm_h2o": "", "kvpress": "kvpress ", "shared_blocks": "shared "}
+
+
+def draw(csv_path: Path, folder: Path = DOCS) -> list[Path]:
+    """Draw what the CSV has rows for; returns the files written."""
+    with csv_path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [*_loss(rows, folder), *_retrieval(rows, folder)]
+
+
+def loss_deltas(rows: list[dict[str, str]]) -> dict[str, list[tuple[float, float]]]:
+    """`(budget fraction, loss over the full cache in nats)` by system and policy."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for r in rows:
+        if r["metric"] == "loss_delta_nats":
+            name = SYSTEM_LABELS[r["system"]] + r["policy"]
+            point = (float(r["budget_fraction"]), float(r["value"]))
+            lines.setdefault(name, []).append(point)
+    return {name: sorted(points) for name, points in lines.items()}
+
+
+def _loss(rows: list[dict[str, str]], folder: Path) -> list[Path]:
+    lines = loss_deltas(rows)
+    if not lines:
+        return []
+    figure, axes = _figure()
+    for name, points in sorted(lines.items(), key=lambda line: line[1][0][1]):
+        ours = not name.startswith(tuple(v for v in SYSTEM_LABELS.values() if v))
+        axes.plot(
+            [100 * x for x, _ in points],
+            [y for _, y in points],
+            marker="o",
+            linestyle="-" if ours else "--",
+            linewidth=2.5 if name == "h2o" else 1.2,
+            label=name,
+        )
+    axes.set(
+        xlabel="budget, % of the context",
+        ylabel="loss over the full cache, nats per token",
+        xscale="log",
+        yscale="log",
+        title="Loss under eviction",
+    )
+    ticks = sorted({100 * x for points in lines.values() for x, _ in points})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    return [_save(figure, axes, folder / "quality-loss.png")]
+
+
+def _retrieval(rows: list[dict[str, str]], folder: Path) -> list[Path]:
+    prefix = "exact_match_passkey_known_depth_"
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for r in rows:
+        if r["metric"].startswith(prefix):
+            share = (
+                "" if r["policy"] == "full" else f" {float(r['budget_fraction']):.0%}"
+            )
+            name = SYSTEM_LABELS[r["system"]] + r["policy"] + share
+            depth = float(r["metric"].removeprefix(prefix))
+            lines.setdefault(name, []).append((depth, float(r["value"])))
+    if not lines:
+        return []
+    figure, axes = _figure()
+    for name, points in lines.items():
+        xs, ys = zip(*sorted(points), strict=True)
+        axes.plot(xs, ys, marker="o", linewidth=1.5, label=name)
+    axes.set(
+        xlabel="depth of the number in the context",
+        ylabel="exact match",
+        ylim=(-0.05, 1.05),
+        title="Passkey, question known at compression",
+    )
+    return [_save(figure, axes, folder / "quality-retrieval.png")]
+
+
+def _figure() -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(9, 5))
+
+
+def _save(figure: Any, axes: Any, path: Path) -> Path:
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--csv", default="benchmarks/results/quality.csv")
+    for path in draw(Path(parser.parse_args().csv)):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

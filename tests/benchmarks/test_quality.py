@@ -1,0 +1,152 @@
+"""The quality harness: texts, questions, records, the CSV; one real cell."""
+
+import argparse
+import csv
+import math
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.quality.__main__ import FIELDS, append, done, grid, read, tokens_of
+from benchmarks.quality.cells import (
+    BLOCK_SIZE,
+    ENGINE,
+    FULL,
+    LOSS,
+    Cell,
+    common_prefix,
+    repetition_rate,
+    run_in_process,
+)
+from benchmarks.quality.plot import draw, loss_deltas
+from benchmarks.quality.reading import ForcedRecord, write_reference
+from benchmarks.quality.tasks import RECIPES, questions
+from benchmarks.quality.texts import KINDS, texts
+from benchmarks.smollm2 import ensure_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ensure_model())
+
+
+def test_texts_are_real_and_of_every_kind(tokenizer):
+    found = texts(tokenizer, 512, per_kind=2)
+    assert list(found) == list(KINDS)
+    for kind, samples in found.items():
+        assert [len(tokens) for tokens in samples] == [512, 512], kind
+        assert samples[0] != samples[1]
+        # Markup and encodings are gone, and the text does not repeat itself.
+        text = tokenizer.decode(samples[0])
+        assert "</" not in text and "\ufffd" not in text, kind
+        assert repetition_rate(samples[0]) < 0.5, kind
+
+
+def test_too_long_texts_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="only 0 texts of kind"):
+        texts(tokenizer, 10**6)
+
+
+@pytest.mark.parametrize("task", RECIPES)
+def test_questions_hold_their_answer_at_their_depth(tokenizer, task):
+    asked = questions(tokenizer, [task], 700, [0.1, 0.9], per_depth=2, seed=3)
+    assert asked == questions(tokenizer, [task], 700, [0.1, 0.9], 2, seed=3)
+    assert asked != questions(tokenizer, [task], 700, [0.1, 0.9], 2, seed=4)
+    for question in asked:
+        assert 600 < len(question.context) + len(question.question) <= 700
+        assert question.is_answered_by(f" {question.answer}.\n")
+        assert not question.is_answered_by(f" {question.answer}1")
+        text = tokenizer.decode(question.context)
+        if task != "counting":
+            where = text.index(question.answer) / len(text)
+            assert abs(where - question.depth) < 0.2
+            assert question.answer not in tokenizer.decode(question.question)
+
+
+def test_records_measure_against_the_full_cache(tmp_path):
+    torch.manual_seed(0)
+    full, other = torch.randn(2, 3, 100)
+    write_reference(tmp_path / "0.npy", full)
+    import numpy as np
+
+    rows = np.load(tmp_path / "0.npy")
+    same, changed = ForcedRecord(), ForcedRecord()
+    for i in range(3):
+        same.add(full[i], 7, rows[i])
+        changed.add(other[i], 7, rows[i])
+    p, q = full.log_softmax(-1), other.log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum(-1)
+    assert same.kl == pytest.approx([0, 0, 0], abs=1e-5)
+    assert changed.kl == pytest.approx(expected.tolist(), rel=1e-2)
+    assert changed.full_logprobs == pytest.approx(p[:, 7].tolist(), rel=1e-3)
+    assert all(same.agreed)
+
+
+def test_arithmetic():
+    assert repetition_rate([1, 2, 3, 4] * 3) == pytest.approx(5 / 9)
+    assert repetition_rate(list(range(20))) == 0.0
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 4]) == 2
+
+
+def arguments(full):
+    return argparse.Namespace(full=full, model=str(ensure_model()), seed=0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_grid_is_whole_and_starts_with_the_full_cache(full):
+    cells = list(grid(arguments(full), "folder"))
+    for work in {cell.work for cell in cells}:
+        first = next(cell for cell in cells if cell.work == work)
+        assert first.policy == FULL and first.system == ENGINE
+    budgets = {c.budget_tokens / c.context_tokens for c in cells if c.work == LOSS}
+    assert {0.2, 0.1} <= budgets
+    assert all(c.budget_tokens % BLOCK_SIZE == 0 for c in cells)
+    names = [
+        (c.system, c.name, c.work, c.budget_tokens, c.question_known) for c in cells
+    ]
+    assert len(set(names)) == len(names)
+
+
+def test_csv_has_the_schema_and_is_resumed(tmp_path):
+    path = tmp_path / "quality.csv"
+    cell = Cell(ENGINE, "h2o", LOSS, 512, 2560, 1024, label="h2o uniform")
+    append(path, cell, [("loss_nats", 3.25, 8192), ("loss_delta_nats", 0.02, 8192)])
+    with path.open() as file:
+        assert next(csv.reader(file)) == FIELDS
+    known = {
+        tuple(row[f] for f in ("policy", "system", "metric", "budget_fraction",
+                               "context_tokens", "model", "seed"))
+        for row in read(path)
+    }  # fmt: skip
+    assert done(cell, known)
+    assert not done(Cell(ENGINE, "h2o", LOSS, 256, 2560, 1024), known)
+    assert loss_deltas(read(path)) == {"h2o uniform": [(0.2, 0.02)]}
+    (picture,) = draw(path, tmp_path)
+    assert picture.stat().st_size > 5000
+
+
+def test_budgets_are_whole_blocks():
+    assert [tokens_of(f, 2560) for f in (0.5, 0.2, 0.1, 0.05)] == [1280, 512, 256, 128]
+
+
+@pytest.mark.engine
+def test_a_cell_runs_and_eviction_costs_something(tmp_path):
+    work = {"context_tokens": 320, "scored_tokens": 64, "references": str(tmp_path)}
+    full = dict(map(_pair, run_in_process(Cell(ENGINE, FULL, LOSS, 0, **work))))
+    whole = Cell(ENGINE, "h2o", LOSS, 384, **work)
+    tiny = Cell(ENGINE, "streaming", LOSS, 64, **work)
+    whole_rows = dict(map(_pair, run_in_process(whole)))
+    tiny_rows = dict(map(_pair, run_in_process(tiny)))
+    assert 1.0 < full["loss_nats"] < 6.0
+    assert whole_rows["loss_delta_nats"] == pytest.approx(0.0, abs=1e-3)
+    assert whole_rows["top1_agreement"] > 0.99
+    assert tiny_rows["kl_nats"] > 0.01 > whole_rows["kl_nats"]
+    delta = tiny_rows["loss_nats"] - full["loss_nats"]
+    assert tiny_rows["loss_delta_nats"] == pytest.approx(delta, abs=1e-3)
+    assert not math.isnan(delta)
+
+
+def _pair(row):
+    return row[0], row[1]

@@ -1,0 +1,88 @@
+"""Who gets how many blocks, and where they are."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.profile import HeadProfile, allocate
+
+GRID = [64, 128, 256, 512, 1024]
+
+
+def profile(*layers):
+    return HeadProfile(GRID, [[list(head) for head in layer] for layer in layers])
+
+
+def falling(start):
+    return [start, start / 2, start / 4, start / 8, start / 16]
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(1e-9, 1.0), min_size=2, max_size=2), min_size=1, max_size=6
+    ),
+    st.integers(2, 12),
+    st.integers(2, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_kv_head_spends_its_sum_and_no_page_is_used_twice(
+    starts, budget_blocks, max_blocks
+):
+    given_profile = profile(*[[falling(s) for s in layer] for layer in starts])
+    blocks = allocate(given_profile, 32, budget_blocks, max_blocks)
+    for head in range(2):
+        spent = sum(layer[head] for layer in blocks)
+        assert spent == len(starts) * min(budget_blocks, max_blocks)
+    assert all(2 <= n <= max_blocks for layer in blocks for n in layer)
+    pages = lend(blocks, budget_blocks)
+    for head in range(2):
+        used = [page for layer in pages for page in layer[head]]
+        assert len(set(used)) == len(used)
+        assert all(page.column < budget_blocks for page in used)
+    for i, layer in enumerate(pages):
+        for mine, wanted in zip(layer, blocks[i], strict=True):
+            assert len(mine) == wanted
+            # Own pages first and in order: what is there need not move.
+            own = [(page.layer, page.column) for page in mine[:budget_blocks]]
+            assert own == [(i, c) for c in range(min(wanted, budget_blocks))]
+
+
+def test_blocks_go_where_the_error_falls():
+    flat, steep = [1e-6] * 5, falling(1.0)
+    late = [1.0, 1.0, 1.0, 1.0, 1e-6]  # nothing until 1024 tokens, then all
+    assert allocate(profile([flat], [steep]), 32, 8, 64) == [[2], [14]]
+    assert allocate(profile([flat], [late]), 32, 20, 64)[1][0] >= 32
+    # A rank's heads are decided without the others'.
+    both = allocate(profile([flat, steep], [steep, flat]), 32, 8, 64)
+    alone = allocate(profile([flat], [steep]), 32, 8, 64)
+    assert [layer[0] for layer in both] == [layer[0] for layer in alone]
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        ({"grid_tokens": [64, 32]}, "grid_tokens"),
+        ({"grid_tokens": [64]}, "grid_tokens"),
+        ({"errors": [[[1.0, 2.0]], []]}, "same number of heads"),
+        ({"errors": [[[1.0]]]}, "value for each"),
+        ({"errors": [[[1.0, -2.0]]]}, "not negative"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_bad_profiles_are_named(tmp_path, change, part):
+    path = tmp_path / "profile.json"
+    content = {"grid_tokens": [64, 128], "errors": [[[1.0, 0.5]]]} | change
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError) as error:
+        HeadProfile.load(path)
+    for word in ("--h2o-head-budgets", str(path), part, "vllm_h2o.calibrate"):
+        assert word in str(error.value)
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    original = profile([falling(1.0)], [falling(0.1)])
+    original.save(tmp_path / "profile.json")
+    assert HeadProfile.load(tmp_path / "profile.json") == original

@@ -1,0 +1,198 @@
+"""Measure a model's head profile: which KV heads need how much of the past.
+
+    python -m vllm_h2o.calibrate path/to/model --texts a.txt b.txt
+
+Runs on transformers, without vLLM, once per model; no training. For every KV head g
+of every full-attention layer and every budget B of a grid, over the last queries q
+of each text:
+
+    error[g, B] = mean over q of |W_o (o_B[q] - o[q])|^2 / |x[q]|^2
+
+with o the head's attention output, o_B the same over what H2O keeps of the past with
+B slots (sinks, the highest mean probability over earlier queries, the recent half),
+W_o its part of the output projection and x the residual stream after the layer.
+`vllm_h2o.policy.profile.allocate` spends budgets by it. Write it next to the model's
+weights (the default) and `--h2o-head-budgets auto` finds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
+
+GRID_SHARES = (0.025, 0.0375, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8)
+"""Budgets of the grid, as shares of the context."""
+CONTEXT_TOKENS = 2560
+OBSERVED = 128
+"""Last queries of a text, whose outputs are compared."""
+STRIDE = 8
+"""One earlier query in so many scores: more would change nothing that shows."""
+SINKS = 4
+_ATTENTION = "h2o_calibration"
+
+
+@dataclass
+class _Layer:
+    """What is collected of one layer."""
+
+    group: int = 0
+    differences: list[list[torch.Tensor]] = field(default_factory=list)
+    errors: list[list[list[float]]] = field(default_factory=list)
+
+
+class _Measurement:
+    """Errors of every KV head while a model reads."""
+
+    def __init__(self, grid: Sequence[int]) -> None:
+        self.grid = grid
+        self.layers: dict[int, _Layer] = {}
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """A transformers attention function, `[1, heads, n, head_size]` each."""
+        group = query.shape[1] // key.shape[1]
+        n = query.shape[2]
+        output = torch.empty_like(query)
+        layer = self.layers.setdefault(module.layer_idx, _Layer())
+        layer.differences = []
+        for head in range(key.shape[1]):
+            heads = slice(head * group, (head + 1) * group)
+            logits = query[0, heads] @ key[0, head].T * scaling
+            if softcap:
+                logits = softcap * torch.tanh(logits / softcap)
+            hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+            if sliding_window:
+                hidden |= torch.ones(n, n, dtype=torch.bool).tril(-sliding_window)
+            probs = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+            output[0, heads] = probs @ value[0, head]
+            if not sliding_window:
+                weight = module.o_proj.weight.unflatten(1, (-1, query.shape[3]))
+                layer.differences.append(
+                    self._differences(probs, value[0, head], weight[:, heads])
+                )
+        return output.transpose(1, 2), None
+
+    def _differences(
+        self, probs: torch.Tensor, value: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """`[grid, OBSERVED]` squared change of what the head adds to the stream."""
+        n = probs.shape[1]
+        past = n - OBSERVED
+        seen = probs[:, :past:STRIDE].sum(dim=(0, 1))
+        queries = torch.arange(0, past, STRIDE)
+        could_see = (queries[:, None] >= torch.arange(n)).sum(dim=0)
+        score = seen / could_see.clamp(min=1)
+        score[:SINKS] = float("inf")
+        observed = probs[:, past:]
+        full = observed @ value
+        rows = []
+        for budget in self.grid:
+            kept = torch.zeros(n)
+            recent = min(budget // 2, past)
+            kept[past - recent :] = 1.0
+            older = score[: past - recent]
+            kept[older.topk(min(budget - recent, len(older))).indices] = 1.0
+            part = observed * kept
+            output = (part / part.sum(dim=-1, keepdim=True)) @ value
+            change = torch.einsum("hqd,xhd->qx", output - full, weight)
+            rows.append(change.pow(2).sum(dim=-1))
+        return torch.stack(rows)
+
+    def after_layer(self, index: int, output: Any) -> None:
+        """Relate the changes to the residual stream that the layer leaves."""
+        stream = output[0] if isinstance(output, tuple) else output
+        norm = stream[0, -OBSERVED:].float().pow(2).sum(dim=-1)
+        layer = self.layers[index]
+        if layer.differences:
+            layer.errors.append(
+                [(rows / norm).mean(dim=1).tolist() for rows in layer.differences]
+            )
+
+
+@torch.no_grad()
+def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfile:
+    """Measure a profile.
+
+    Args:
+        model: A transformers causal language model on the CPU, float32.
+        texts: Token ids, all of one length, more than `2 * OBSERVED`.
+        name: Of the model, for the profile's `measured_on`.
+
+    Raises:
+        ValueError: No texts, texts too short or of several lengths.
+    """
+    from transformers import AttentionInterface
+
+    lengths = {len(text) for text in texts}
+    if len(lengths) != 1 or min(lengths) <= 2 * OBSERVED:
+        raise ValueError(
+            f"texts have {sorted(lengths)} tokens: give texts of one length, "
+            f"more than {2 * OBSERVED} tokens"
+        )
+    (length,) = lengths
+    grid = [max(2 * SINKS, round(share * length)) for share in GRID_SHARES]
+    measurement = _Measurement(grid)
+    AttentionInterface.register(_ATTENTION, measurement.attend)
+    model.set_attn_implementation(_ATTENTION)
+    for index, layer in enumerate(model.get_decoder().layers):
+        layer.register_forward_hook(
+            lambda _, __, output, index=index: measurement.after_layer(index, output)
+        )
+    for text in texts:
+        model(input_ids=torch.tensor([list(text)]), use_cache=False, logits_to_keep=1)
+    evicting = [layer.errors for _, layer in sorted(measurement.layers.items())]
+    errors = [
+        torch.tensor(per_text).mean(dim=0).tolist() for per_text in evicting if per_text
+    ]
+    rounded = [
+        [[float(f"{e:.4g}") for e in head] for head in layer] for layer in errors
+    ]
+    return HeadProfile(grid, rounded, f"{name}, {len(texts)} texts of {length} tokens")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description="Measure which KV heads of a model need how much of the past."
+    )
+    parser.add_argument("model", type=Path, help="folder of a transformers model")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="files")
+    parser.add_argument("--context", type=int, default=CONTEXT_TOKENS, help="tokens")
+    parser.add_argument("--output", type=Path, help=f"default: MODEL/{FILE_NAME}")
+    args = parser.parse_args()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    texts = [tokenizer(path.read_text())["input_ids"] for path in args.texts]
+    texts = [ids[: args.context] for ids in texts if len(ids) >= args.context]
+    if not texts:
+        parser.error(
+            f"--texts: no file has {args.context} tokens: give longer texts or a "
+            "smaller --context"
+        )
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    output = args.output or args.model / FILE_NAME
+    measure(model, texts, args.model.name).save(output)
+    print(f"{len(texts)} texts measured, profile written to {output}")
+
+
+if __name__ == "__main__":
+    main()
