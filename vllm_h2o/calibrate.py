@@ -42,8 +42,7 @@ _ATTENTION = "h2o_calibration"
 class _Layer:
     """What is collected of one layer."""
 
-    group: int = 0
-    differences: list[list[torch.Tensor]] = field(default_factory=list)
+    differences: list[torch.Tensor] = field(default_factory=list)
     errors: list[list[list[float]]] = field(default_factory=list)
 
 

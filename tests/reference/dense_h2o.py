@@ -141,9 +141,10 @@ class Head:
         variant, sizes = self.variant, self.sizes
         self.kept[:n] = False
         value = self.values(n)[:n]
-        half = variant.pooling // 2
-        padded = F.pad(value, (half, half), value=float("-inf"))
-        value = padded.unfold(0, variant.pooling, 1).amax(dim=1)
+        if sizes.budget >= self.common.budget:
+            half = variant.pooling // 2
+            padded = F.pad(value, (half, half), value=float("-inf"))
+            value = padded.unfold(0, variant.pooling, 1).amax(dim=1)
         unit = sizes.block if variant.unit == "block" else 1
         recent_from = -(-n // unit) * unit - sizes.recent
         self.kept[recent_from:n] = True

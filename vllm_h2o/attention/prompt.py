@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from vllm_h2o.attention.metadata import ObservedPrompt
@@ -109,12 +111,20 @@ def choose(
     config: H2OConfig,
     params: DecodeParams,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Select per KV head, `[(positions, slots)]`; see `select_residents`."""
+    """Select per KV head, `[(positions, slots)]`; see `select_residents`.
+
+    A head with less than the common budget has no room for spans: it picks tokens.
+    """
     layouts = params.layouts_at(position, len(scores))
+    tokens_only = replace(config, pooling=1)
     chosen = []
     for head, layout in enumerate(layouts):
+        poor = layout.budget < params.layout.budget
         positions, slots = select_residents(
-            scores[head : head + 1], config, layout, first_query
+            scores[head : head + 1],
+            tokens_only if poor else config,
+            layout,
+            first_query,
         )
         chosen.append((positions[0], slots))
     return chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import is_quantized_kv_cache, kv_cache_dtype_str_to_dtype
 
@@ -144,6 +145,7 @@ def _check_kernel(vllm_config: VllmConfig) -> None:
     from vllm_h2o.attention.ops import cpu
 
     model = vllm_config.model_config
+    assert isinstance(model.dtype, torch.dtype)
     block_size = vllm_config.cache_config.block_size
     cpu.check_supported(model.dtype, model.get_head_size(), block_size)
 

@@ -166,7 +166,7 @@ def _check_choice(
 
 
 PRESETS: Mapping[str, H2OConfig] = {
-    "h2o": H2OConfig(head_budgets=AUTO),
+    "h2o": H2OConfig(recent_ratio=0.35, head_budgets=AUTO),
     "h2o-paper": H2OConfig(
         policy="h2o-paper",
         sinks=0,
