@@ -141,20 +141,22 @@ class Cell:
     def job(self, contender: Contender, requests: list[dict[str, Any]]) -> Job:
         """What a contender has to do in one turn."""
         workload, budget = self.resolve_workload(), contender.budget
+        engine_args: dict[str, Any] = {
+            **ENGINE_ARGS,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            **self.engine_args,
+        }
+        request_blocks = -(-workload.max_model_len // engine_args["block_size"])
         return Job(
             system=contender.system,
             model=self.model,
             requests=requests,
             max_model_len=workload.max_model_len,
-            pool_requests=workload.pool_requests,
+            pool_blocks=workload.pool_requests * request_blocks,
             budget_tokens=workload.budget_tokens(budget) if budget else None,
             prefix_caching=workload.prefix_len > 0,
             repeats=self.repeats,
-            engine_args={
-                **ENGINE_ARGS,
-                "tensor_parallel_size": self.tensor_parallel_size,
-                **self.engine_args,
-            },
+            engine_args=engine_args,
         )
 
 

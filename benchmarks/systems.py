@@ -43,19 +43,19 @@ class Job:
         model: Folder or name of the model; empty for SmolLM2.
         requests: See `Workload.requests`.
         max_model_len: Tokens of the longest finished request.
-        pool_requests: Requests of that length whose KV fits stock's pool; every
-            system gets as many bytes.
+        pool_blocks: KV blocks of stock's pool; every system gets as many bytes.
         budget_tokens: Token slots per request, for a policy of ours.
         prefix_caching: Whether prompts may share KV blocks.
         repeats: How often to serve the workload with one engine.
-        engine_args: vLLM's `EngineArgs` for every system, such as `dtype`.
+        engine_args: vLLM's `EngineArgs` for every system; at least `dtype` and
+            `block_size`.
     """
 
     system: str
     model: str
     requests: list[dict[str, Any]]
     max_model_len: int
-    pool_requests: int
+    pool_blocks: int
     budget_tokens: int | None = None
     prefix_caching: bool = False
     repeats: int = 1

@@ -17,9 +17,10 @@ class TransformersSystem:
     """Batches of as many requests as stock's pool fits at their final length."""
 
     def __init__(self, job: Job) -> None:
-        self.batch_size = job.pool_requests
+        pool_tokens = job.pool_blocks * job.engine_args["block_size"]
+        self.batch_size = pool_tokens // job.max_model_len
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = job.engine_args.get("dtype", "auto")
+        dtype = job.engine_args["dtype"]
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
         self.model = model.to(device).eval()
 

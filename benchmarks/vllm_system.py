@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import vllm_h2o
@@ -42,13 +41,12 @@ class VllmSystem:
 
     def run(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         """Serve the requests greedily, to their full lengths."""
-        outputs, duration = self.generate(requests)
-        return self._result(outputs, duration)
+        return self.generate(requests)[0]
 
     def generate(
         self, requests: list[dict[str, Any]], detokenize: bool = False
-    ) -> tuple[list[RequestOutput], float]:
-        """vLLM's outputs, and seconds."""
+    ) -> tuple[dict[str, Any], list[RequestOutput]]:
+        """As `run`, and vLLM's outputs."""
         prompts = [{"prompt_token_ids": r["prompt_token_ids"]} for r in requests]
         params = [
             SamplingParams(
@@ -65,7 +63,8 @@ class VllmSystem:
         self.recorder.reset()
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=True)
-        return outputs, time.perf_counter() - start
+        duration = time.perf_counter() - start
+        return self._result(outputs, duration), outputs
 
     def _result(self, outputs: list[RequestOutput], duration: float) -> dict[str, Any]:
         recorder, config = self.recorder, self.llm.llm_engine.vllm_config
@@ -90,7 +89,7 @@ class VllmSystem:
 
 
 def pool_bytes(job: Job, options: dict[str, Any]) -> int:
-    """KV bytes of a rank in which stock holds `pool_requests` full requests.
+    """KV bytes of a rank in which stock has `pool_blocks` blocks.
 
     Given to every system by vLLM's `kv_cache_memory_bytes`: pages of ours are a
     little larger, so ours get fewer.
@@ -103,8 +102,7 @@ def pool_bytes(job: Job, options: dict[str, Any]) -> int:
         head_size=model.get_head_size(),
         dtype=model.dtype,
     ).page_size_bytes
-    request_blocks = cdiv(job.max_model_len, config.cache_config.block_size)
-    blocks = job.pool_requests * request_blocks + 1  # and the null block
+    blocks = job.pool_blocks + 1  # and the null block
     return blocks * page * model.get_num_layers(parallel)
 
 
