@@ -115,9 +115,14 @@ def measure_in_process(job: Job) -> list[dict[str, Any]]:
     return run_in_process("benchmarks.systems:measure", dataclasses.asdict(job), env)
 
 
+def result_path(cell: Cell, folder: Path) -> Path:
+    """Where the result of a cell is."""
+    return folder / "cells" / f"{cell.key()}.json"
+
+
 def save(result: dict[str, Any], cell: Cell, folder: Path) -> Path:
     """Write the JSON of a cell and add its rows to the CSV."""
-    path = folder / "cells" / f"{cell.key()}.json"
+    path = result_path(cell, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1))
     append_rows(folder / "throughput.csv", rows(result))
