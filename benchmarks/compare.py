@@ -25,14 +25,11 @@ from benchmarks.systems import Job
 from benchmarks.workloads import PAPER, WORKLOADS
 
 RESULTS = Path("benchmarks/results")
-QUICK: dict[str, Any] = {
-    "workloads": ["128+1024", "short"],
-    "budgets": ["20%"],
-    "scale": 0.25,
-    "num_prompts": 8,
-    "pool_requests": 2,
-}
-"""What `--quick` puts in place of the defaults."""
+QUICK = (
+    Cell("128+1024", ("20%",), scale=0.2, num_prompts=8, pool_requests=2),
+    Cell("short", scale=0.2, num_prompts=8),
+)
+"""What `--quick` runs, but for the options given."""
 
 _GROUPS = {"all": tuple(WORKLOADS), "paper": PAPER}
 
@@ -50,8 +47,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def add_cell_args(parser: argparse.ArgumentParser) -> None:
     """Options of cells; those without a default are the workload's or `Cell`'s."""
-    parser.add_argument("--quick", action="store_true", help="small, in 5 minutes")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="small, in 5 minutes")
+    which.add_argument(
         "--workloads",
         nargs="+",
         default=["paper"],
@@ -82,10 +80,7 @@ def add_cell_args(parser: argparse.ArgumentParser) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0],
-        epilog=f"--quick stands for {QUICK}",
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_cell_args(parser)
     parser.add_argument("--tensor-parallel-size", type=int, default=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -93,17 +88,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """One cell per workload, with all its budgets."""
-    given = vars(args)
-    if args.quick:
-        given = given | QUICK
     fields = {f.name for f in dataclasses.fields(Cell)}
     options = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in given.items()
+        for name, value in vars(args).items()
         if name in fields
     }
-    names = [n for name in given["workloads"] for n in _GROUPS.get(name, (name,))]
-    cells = [Cell(workload=name, **options) for name in names]
+    names = [n for name in args.workloads for n in _GROUPS.get(name, (name,))]
+    cells = QUICK if args.quick else map(Cell, names)
+    cells = [dataclasses.replace(cell, **options) for cell in cells]
     for cell in cells:
         cell.check()
     return cells
