@@ -79,7 +79,8 @@ def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
     ratio = ours["output_throughput"] / stock["output_throughput"]
     rows = {
         "output tokens/s": [r["output_throughput"] for r in results],
-        "requests at once": [r["max_running_requests"] for r in results],
+        "requests at once, mean": [r["mean_running_requests"] for r in results],
+        "at most": [r["max_running_requests"] for r in results],
         "KV blocks": [r["kv_blocks"] for r in results],
         "peak KV blocks": [r["peak_kv_blocks"] for r in results],
         "preemptions": [r["preemptions"] for r in results],

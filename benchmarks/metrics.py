@@ -71,7 +71,10 @@ class StepRecorder(AggregateStatLoggerBase):
 
     Attributes:
         kv_cache_usage: Highest share of the KV blocks held.
-        max_running_requests: Most requests running at once.
+        max_running_requests: Most requests running at once. Without eviction an
+            engine starts more than it can finish, and preempts later.
+        running_requests: Sum over the steps of the requests running.
+        steps: Steps with a request running.
         preemptions: Requests preempted.
         prefix_cache_queries: Prompt tokens looked up.
         prefix_cache_hits: Of these, tokens found.
@@ -84,6 +87,8 @@ class StepRecorder(AggregateStatLoggerBase):
         """Forget everything before."""
         self.kv_cache_usage = 0.0
         self.max_running_requests = 0
+        self.running_requests = 0
+        self.steps = 0
         self.preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
@@ -97,12 +102,12 @@ class StepRecorder(AggregateStatLoggerBase):
     ) -> None:
         """Called by vLLM once per step."""
         if scheduler_stats is not None:
-            usage, running = (
-                scheduler_stats.kv_cache_usage,
-                scheduler_stats.num_running_reqs,
-            )
+            usage = scheduler_stats.kv_cache_usage
+            running = scheduler_stats.num_running_reqs
             self.kv_cache_usage = max(self.kv_cache_usage, usage)
             self.max_running_requests = max(self.max_running_requests, running)
+            self.running_requests += running
+            self.steps += running > 0
             self.prefix_cache_queries += scheduler_stats.prefix_cache_stats.queries
             self.prefix_cache_hits += scheduler_stats.prefix_cache_stats.hits
         if iteration_stats is not None:

@@ -81,12 +81,12 @@ def tpot_over_context(results: list[dict[str, Any]]) -> Any:
 
 
 def concurrency_at_equal_memory(results: list[dict[str, Any]]) -> Any:
-    """Most requests running at once, a group of bars per workload."""
+    """Requests running at once, mean of the steps; bars grouped by workload."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     for result in results:
         if not _grows(result):
             for system in result["systems"]:
-                reached = system["summary"]["max_running_requests"]["median"]
+                reached = system["summary"]["mean_running_requests"]["median"]
                 groups[_with_ranks(result, _workload(result))][system["label"]] = (
                     reached
                 )

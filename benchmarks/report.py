@@ -13,7 +13,7 @@ FIELDS = (
     "preemptions peak_blocks concurrency samples model hardware vllm_version date "
     "command"
 ).split()
-"""Columns of `throughput.csv`."""
+"""Columns of `throughput.csv`; `concurrency` is the mean over engine steps."""
 
 SUMMARIZED = (
     "output_throughput",
@@ -24,6 +24,7 @@ SUMMARIZED = (
     "preemptions",
     "peak_kv_blocks",
     "max_running_requests",
+    "mean_running_requests",
 )
 RATIOS = {
     "ratio_output_tokens_per_s": "output_throughput",
@@ -81,7 +82,7 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             **{k: f"{v['median']:.4f}" for k, v in system["ratios"].items()},
             "preemptions": medians["preemptions"],
             "peak_blocks": medians.get("peak_kv_blocks"),
-            "concurrency": medians["max_running_requests"],
+            "concurrency": medians["mean_running_requests"],
             "samples": len(system["samples"]),
             "model": Path(result["model_id"]).name,
         }

@@ -28,14 +28,19 @@ class TransformersSystem:
         """Serve the requests greedily, one batch after the other."""
         start = time.perf_counter()
         times: list[RequestTimes] = []
+        steps = 0
         with tqdm(total=len(requests), unit="request", desc="transformers") as bar:
             for i in range(0, len(requests), self.batch_size):
                 batch = requests[i : i + self.batch_size]
                 times += self._run_batch(batch, start)
+                steps += max(request["output_len"] for request in batch)
                 bar.update(len(batch))
         result = serving_metrics(times, time.perf_counter() - start)
-        batch_size = min(self.batch_size, len(requests))
-        return result | {"preemptions": 0, "max_running_requests": batch_size}
+        return result | {
+            "preemptions": 0,
+            "max_running_requests": min(self.batch_size, len(requests)),
+            "mean_running_requests": result["total_output_tokens"] / steps,
+        }
 
     def _run_batch(
         self, batch: list[dict[str, Any]], start: float

@@ -76,6 +76,7 @@ class VllmSystem:
             "kv_blocks": blocks,
             "kv_pool_bytes": self.pool_bytes,
             "max_running_requests": recorder.max_running_requests,
+            "mean_running_requests": recorder.running_requests / max(recorder.steps, 1),
             "prefix_cache_queries": recorder.prefix_cache_queries,
             "prefix_cache_hits": recorder.prefix_cache_hits,
         }

@@ -42,7 +42,7 @@ def test_any_other_option_is_another_result_file():
 
 
 def test_systems_take_turns_in_order():
-    cell = tiny_cell("", budgets=("25%", "50%"), rounds=2, repeats=2)
+    cell = tiny_cell("", budgets=("50%", "100%"), rounds=2, repeats=2)
     turns = []
 
     def measure(job):
@@ -50,13 +50,13 @@ def test_systems_take_turns_in_order():
         return [sample(len(turns), 1.0, 1.0)] * job.repeats
 
     result = run_cell(cell, measure)
-    order = [("stock", None), ("h2o", 32), ("h2o", 64)]
+    order = [("stock", None), ("h2o", 64), ("h2o", 128)]
     assert turns == order * 2
     systems = {system["label"]: system for system in result["systems"]}
-    assert list(systems) == ["stock", "h2o 25%", "h2o 50%"]
-    throughput = [s["output_throughput"] for s in systems["h2o 50%"]["samples"]]
+    assert list(systems) == ["stock", "h2o 50%", "h2o 100%"]
+    throughput = [s["output_throughput"] for s in systems["h2o 100%"]["samples"]]
     assert throughput == [3, 3, 6, 6]
-    median = systems["h2o 50%"]["ratios"]["ratio_output_tokens_per_s"]["median"]
+    median = systems["h2o 100%"]["ratios"]["ratio_output_tokens_per_s"]["median"]
     assert median == pytest.approx((3 / 1 + 6 / 4) / 2)
 
 

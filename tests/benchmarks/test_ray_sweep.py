@@ -13,6 +13,9 @@ from tests.engine.tiny_models import save_llama
 
 pytestmark = pytest.mark.engine
 
+# K and V of 32 tokens, for 4 layers of 4 heads of 32, float32.
+_PAGE_BYTES = 2 * 32 * 4 * 4 * 32 * 4
+
 
 @pytest.fixture
 def local_ray(monkeypatch):
@@ -41,7 +44,7 @@ def test_a_sweep_survives_a_failure_and_resumes(tmp_path, local_ray):
         assert ours["h2o"]["transitions"] == 3
         # Two ranks hold half the heads each.
         page = stock["kv_pool_bytes"] / (stock["kv_blocks"] + 1)
-        assert page * cell.tensor_parallel_size == 4 * 16 * 4 * 2 * 32 * 4
+        assert page * cell.tensor_parallel_size == _PAGE_BYTES
     for cell, complaint in ((too_large, "use fewer ranks"), (no_model, "nothing")):
         path = result_path(cell, output).with_suffix(".failed.json")
         failure = json.loads(path.read_text())

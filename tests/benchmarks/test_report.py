@@ -43,6 +43,7 @@ def test_csv_has_the_schema_and_one_header(tmp_path):
     assert ours["policy"] == "h2o" and float(ours["budget_fraction"]) == 0.5
     assert float(ours["ratio_output_tokens_per_s"]) == 2.25
     assert float(ours["ratio_tpot"]) == 0.45
+    assert float(ours["concurrency"]) == 4.5
     assert ours["samples"] == "2" and ours["model"] == "model"
     assert ours["workload"] == "512+512 x0.125"
     assert ours["command"].startswith("python -m benchmarks.compare --workloads")
