@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.cells import ENGINE_ARGS
 from benchmarks.process import run_in_process
 from benchmarks.smollm2 import ensure_model
-from benchmarks.systems import STOCK, Job
+from benchmarks.systems import STOCK, Job, warm_up
 from benchmarks.workloads import SOTU, Workload, prompt_source
 
 
@@ -67,6 +67,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
 
     job = Job(**given)
     system = VllmSystem(job)
+    warm_up(system, job.requests)
     result, outputs = system.generate(job.requests, detokenize=True)
     system.close()
     answers = [output.outputs[0].text for output in outputs]

@@ -84,6 +84,12 @@ def system_class(name: str) -> type[System]:
     return getattr(importlib.import_module(module), attribute)
 
 
+def warm_up(system: System, requests: list[dict[str, Any]]) -> None:
+    """Run a prompt and a few tokens: kernels are built and loaded by then."""
+    output_len = min(requests[0]["output_len"], _WARM_UP_TOKENS)
+    system.run([requests[0] | {"output_len": output_len}])
+
+
 def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Start the system of a job, warm it up, and serve the workload `repeats` times.
 
@@ -97,9 +103,7 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     given = dataclasses.replace(given, model=given.model or str(ensure_model()))
     system = system_class(given.system)(given)
     try:
-        first = given.requests[0]
-        output_len = min(first["output_len"], _WARM_UP_TOKENS)
-        system.run([first | {"output_len": output_len}])
+        warm_up(system, given.requests)
         return [
             system.run(given.requests) | {"hardware": hardware()}
             for _ in range(given.repeats)

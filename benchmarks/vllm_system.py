@@ -14,6 +14,8 @@ import vllm_h2o
 from benchmarks.metrics import RequestTimes, StepRecorder, serving_metrics
 from benchmarks.systems import STOCK, Job
 
+_COUNTERS = ("transitions", "tokens_evicted", "blocks_freed")
+
 
 class VllmSystem:
     """An engine in its defaults, but for the job's `engine_args`."""
@@ -61,16 +63,27 @@ class VllmSystem:
             # Repeats do not profit from the one before.
             self.llm.reset_prefix_cache()
         self.recorder.reset()
+        before = self._h2o_counters()
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=True)
         duration = time.perf_counter() - start
-        return self._result(outputs, duration), outputs
+        result = self._result(outputs, duration)
+        after = self._h2o_counters()
+        result["h2o"] = {name: after[name] - before[name] for name in after}
+        return result, outputs
+
+    def _h2o_counters(self) -> dict[str, int]:
+        """Those that only grow; none for stock."""
+        if self.job.system == STOCK:
+            return {}
+        counters = vllm_h2o.stats(self.llm)
+        return {name: counters[name] for name in _COUNTERS}
 
     def _result(self, outputs: list[RequestOutput], duration: float) -> dict[str, Any]:
         recorder, config = self.recorder, self.llm.llm_engine.vllm_config
         blocks = config.cache_config.num_gpu_blocks - 1  # without the null block
         result = serving_metrics([_times(o) for o in outputs], duration)
-        result |= {
+        return result | {
             "preemptions": recorder.preemptions,
             "peak_kv_blocks": round(recorder.kv_cache_usage * blocks),
             "kv_blocks": blocks,
@@ -80,9 +93,6 @@ class VllmSystem:
             "prefix_cache_queries": recorder.prefix_cache_queries,
             "prefix_cache_hits": recorder.prefix_cache_hits,
         }
-        if self.job.system != STOCK:
-            result["h2o"] = vllm_h2o.stats(self.llm)
-        return result
 
     def close(self) -> None:
         """End the engine's processes."""
