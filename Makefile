@@ -1,5 +1,6 @@
 # make demo    stock vLLM and H2O side by side on a real model, with a table
 # make test    the whole test suite
+# make bench   the quick comparison: throughput, latency, memory, as ratios
 # Both make .venv and the model on first use; nothing else has to be installed
 # before them but Python >= 3.11, a C compiler and make.
 
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test venv lint clean
+.PHONY: demo test bench venv lint clean
 
 demo: venv
 	$(BIN)/python -m benchmarks.demo
@@ -19,6 +20,9 @@ demo: venv
 test: venv
 	$(BIN)/python -m benchmarks.smollm2
 	$(BIN)/python -m pytest
+
+bench: venv
+	$(BIN)/python -m benchmarks.compare --quick
 
 lint: venv
 	$(BIN)/pip install -q -r .ci/requirements-dev.txt

