@@ -1,0 +1,154 @@
+"""Prompt scoring and the transition in Triton against torch."""
+
+import pytest
+import torch
+
+from tests.attention.triton_state import DEVICE, clone, content, empty_pages
+from vllm_h2o.attention.ops.triton import compress_prompt, observe
+from vllm_h2o.policy import scores as policy_scores
+from vllm_h2o.policy.config import PRESETS, H2OConfig
+from vllm_h2o.policy.layout import SlotLayout, first_observer
+from vllm_h2o.policy.selection import select_residents
+
+SCALE = 0.17
+
+
+def make_prompt(num_tokens, dtype=torch.float32, num_kv_heads=2, head_size=64, size=16):
+    """Pages with a prompt in their dense blocks, and those blocks."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    num_dense = -(-num_tokens // size)
+    pages = empty_pages(2 * num_dense + 2, num_kv_heads, head_size, size, dtype)
+    blocks = (torch.randperm(2 * num_dense + 1, generator=generator) + 1).to(DEVICE)
+    dense, others = blocks[:num_dense], blocks[num_dense:]
+    tokens = torch.arange(num_tokens, device=DEVICE)
+    at = dense[tokens // size], slice(None), tokens % size
+    shape = (num_tokens, num_kv_heads, head_size)
+    values = torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+    pages.values[at] = values
+    pages.keys.transpose(2, 3)[at] = torch.randn(shape, generator=generator).to(
+        DEVICE, dtype
+    )
+    return pages, dense, others
+
+
+def make_queries(num_queries, num_heads, head_size=64, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(num_queries)
+    shape = (num_queries, num_heads, head_size)
+    return torch.randn(shape, generator=generator).mul(2).to(dtype).to(DEVICE)
+
+
+def expected_scores(query, pages, dense, first_position, num_tokens, **options):
+    keys = pages.keys[dense].permute(1, 2, 0, 3).flatten(2)[:, :, :num_tokens]
+    return policy_scores.observe(query, keys, first_position, **options)
+
+
+def check_scores(prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None):
+    pages, dense, _ = prompt
+    options = {"scale": SCALE, "score_decay": decay, "softcap": softcap}
+    first = num_tokens - len(query)
+    earlier = {"scores": None if scores is None else scores.clone()}
+    expected = expected_scores(
+        query, pages, dense, first, num_tokens, **options, **earlier
+    )
+    actual = observe(query, pages, dense, first, **options, scores=scores)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    return actual
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.9, 0.0])
+def test_window_scores(decay):
+    check_scores(make_prompt(149), make_queries(7, 6), 149, decay)
+
+
+def test_all_queries_score():
+    check_scores(make_prompt(145), make_queries(145, 4), 145)
+
+
+def test_soft_capped_scores():
+    check_scores(make_prompt(83), make_queries(70, 2), 83, softcap=3.0)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_window_that_spans_chunks(decay):
+    """Scores of earlier queries decay and stay, also past what is seen yet."""
+    scores = torch.rand(2, 120, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    actual = check_scores(
+        make_prompt(90), make_queries(20, 4), 90, decay, scores=scores
+    )
+    assert actual is scores
+
+
+@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize("head_size", [80, 128])
+def test_scores_of_grouped_heads(group, head_size):
+    prompt = make_prompt(50, num_kv_heads=1, head_size=head_size)
+    check_scores(prompt, make_queries(9, group, head_size), 50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_in_half_precision(dtype):
+    prompt = make_prompt(70, dtype)
+    check_scores(prompt, make_queries(33, 4, dtype=dtype), 70)
+
+
+def test_given_log_sum_exp_is_used():
+    """Flash attention's, of the logits over every visible token."""
+    (pages, dense, _), query = make_prompt(100), make_queries(9, 4)
+    keys = pages.keys[dense].permute(1, 2, 0, 3).flatten(2)[:, :, :100]
+    logits = torch.einsum("qhd,hdt->hqt", query, keys.repeat_interleave(2, 0)) * SCALE
+    hidden = torch.ones(9, 100, device=DEVICE).triu(92).bool()
+    lse = logits.masked_fill(hidden, float("-inf")).logsumexp(-1)
+    options = {"scale": SCALE, "score_decay": 1.0}
+    computed = observe(query, pages, dense, 91, **options)
+    given = observe(query, pages, dense, 91, **options, lse=lse)
+    halved = observe(query, pages, dense, 91, **options, lse=lse + 2**0.5)
+    torch.testing.assert_close(given, computed, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(halved, computed / torch.e ** (2**0.5))
+
+
+def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=64):
+    """The resident pages hold the selected tokens, everything else is as before."""
+    size = layout.block_size
+    pages, dense, others = make_prompt(num_tokens, dtype, 2, head_size, size)
+    resident = others[: -(-min(num_tokens, layout.budget) // size)]
+    generator = torch.Generator().manual_seed(3)
+    # Few distinct scores, so that ties are drawn.
+    scores = torch.randint(1, 5, (2, num_tokens), generator=generator) / 4
+    scores = scores.to(DEVICE)
+    first_query = first_observer(config, num_tokens)
+    expected = clone(pages)
+    positions, slots = select_residents(scores, config, layout, first_query)
+    heads = torch.arange(2, device=DEVICE)[:, None]
+    i, j = positions % size, slots % size
+    source, target = dense[positions // size], resident[slots // size]
+    expected.keys[target, heads, :, j] = pages.keys[source, heads, :, i]
+    expected.values[target, heads, j] = pages.values[source, heads, i]
+    expected.scores[target, heads, j] = scores.gather(1, positions)
+    expected.births[target, heads, j] = positions.int()
+    compress_prompt(scores, pages, dense, resident, config, layout, first_query)
+    assert torch.equal(content(pages), content(expected))
+
+
+LAYOUT = SlotLayout(16, 32, 48, sinks=4, whole_blocks=False)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33, 80, 81, 141])
+def test_transition(num_tokens):
+    check_transition(num_tokens, H2OConfig(observation_window=8, pooling=3), LAYOUT)
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+def test_transition_of_every_policy(policy):
+    check_transition(123, PRESETS[policy], LAYOUT)
+
+
+def test_transition_of_whole_blocks():
+    config = H2OConfig(eviction_unit="block", score="sum")
+    layout = SlotLayout(48, 48, 48, sinks=0, whole_blocks=True)
+    check_transition(251, config, layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [96, 256])
+def test_transition_in_half_precision(dtype, head_size):
+    check_transition(90, H2OConfig(), LAYOUT, dtype, head_size)
