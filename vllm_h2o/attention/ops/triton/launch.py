@@ -26,6 +26,8 @@ _MAX_GROUP = 16
 _TILE_BYTES = 16 * 1024
 """Of K, and of V, per loop step: three steps in flight fit an SM twice."""
 _PROGRAMS_PER_SM = 4
+SCORE_TILE = 512
+"""Slots whose scores one program updates."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def decode_resident(
         num_warps=4, num_stages=3, **shared,
     )  # fmt: skip
     group = shapes["GROUP"]
-    tile = min(512, triton.next_power_of_2(layout.budget))
+    tile = min(SCORE_TILE, triton.next_power_of_2(layout.budget))
     programs = max(group, triton.cdiv(layout.budget, tile) if scored else 1)
     combine_kernel[(num_rows, num_kv_heads, programs)](
         output=output, output_strides=output.stride()[:2],
