@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
-from vllm_h2o.attention.ops.triton import compress_prompt, observe
+from vllm_h2o.attention.ops.triton import compress_prompt, observe, scoring
 from vllm_h2o.policy import scores as policy_scores
 from vllm_h2o.policy.config import PRESETS, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, first_observer
@@ -62,6 +62,12 @@ def test_window_scores(decay):
 
 def test_all_queries_score():
     check_scores(make_prompt(145), make_queries(145, 4), 145)
+
+
+def test_log_sum_exp_in_splits(monkeypatch):
+    """On a device with room for more programs than there are queries."""
+    monkeypatch.setattr(scoring, "num_sms", lambda device: 8)
+    check_scores(make_prompt(149), make_queries(149, 2), 149)
 
 
 def test_soft_capped_scores():

@@ -54,7 +54,7 @@ class Pages:
             "the layer's KV cache spec is not H2O's"
         )
         half = block_size * head_size
-        start = kv_cache.storage_offset()
+        start = int(kv_cache.storage_offset())
         block, head = kv_cache.stride(0), 2 * half
         keys = kv_cache.as_strided(
             (num_blocks, num_kv_heads, head_size, block_size),
@@ -87,7 +87,7 @@ class Pages:
             "the layer's KV cache spec is not H2O's"
         )
         keys, values = kv_cache.split(double_head // 2, dim=3)
-        first = kv_cache.storage_offset() * item + content
+        first = int(kv_cache.storage_offset()) * item + content
         scores, births = _state(kv_cache, first)
         return cls(keys.transpose(2, 3), values, scores, births, page_stride, content)
 
