@@ -83,19 +83,21 @@ def attend_kernel(
     q = tl.load(query + q_offsets, mask=q_mask, other=0.0)
 
     # The new token is in no page yet: it opens the sums of the split it is in.
-    new_k = row.to(tl.int64) * key_strides[0] + head * key_strides[1] + d
-    new_v = row.to(tl.int64) * value_strides[0] + head * value_strides[1] + d
-    k = tl.load(key + new_k, mask=in_head, other=0.0).to(tl.float32)
-    v = tl.load(value + new_v, mask=in_head, other=0.0).to(tl.float32)
-    z = tl.sum(q.to(tl.float32) * k[None, :], axis=1) * scale
-    z = soft_capped(z, softcap, SOFTCAP)
+    at_k = row.to(tl.int64) * key_strides[0] + head * key_strides[1] + d
+    at_v = row.to(tl.int64) * value_strides[0] + head * value_strides[1] + d
+    new_k = tl.load(key + at_k, mask=in_head, other=0.0).to(tl.float32)
+    new_v = tl.load(value + at_v, mask=in_head, other=0.0).to(tl.float32)
+    new_z = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale
+    new_z = soft_capped(new_z, softcap, SOFTCAP)
     holds_new = (slot >= start) & (slot < end)
     z_rows = (item * GROUP + g) * BUDGET
     if SCORED:
-        tl.store(logits + z_rows + slot, z, mask=g < tl.where(holds_new, GROUP, 0))
-    maximum = tl.where(holds_new, z, _NO_LOGIT)
+        z_mask = g < tl.where(holds_new, GROUP, 0)
+        tl.store(logits + z_rows + slot, new_z, mask=z_mask)
+    maximum = tl.where(holds_new, new_z, _NO_LOGIT)
     total = tl.zeros([BLOCK_G], tl.float32) + tl.where(holds_new, 1.0, 0.0)
-    output = tl.where(holds_new, tl.zeros([BLOCK_G, BLOCK_D], tl.float32) + v, 0.0)
+    output = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    output += tl.where(holds_new, new_v, 0.0)[None, :]
 
     for first in range(start, end, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
@@ -112,8 +114,8 @@ def attend_kernel(
         z = tl.dot(q, k, input_precision="ieee") * scale
         z = soft_capped(z, softcap, SOFTCAP)
         if SCORED:
-            z_mask = in_group[:, None] & held[None, :]
-            tl.store(logits + z_rows[:, None] + s[None, :], z, mask=z_mask)
+            at_z = z_rows[:, None] + s[None, :]
+            tl.store(logits + at_z, z, mask=in_group[:, None] & held[None, :])
         z = tl.where(held[None, :], z, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(z, axis=1))
         weight = tl.exp(z - new_maximum[:, None])
