@@ -24,7 +24,7 @@ from vllm_h2o.policy.layout import SlotLayout
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_GROUP = 16
 _TILE_BYTES = 16 * 1024
-"""Of K, and of V, per loop step: three steps in flight fit an SM twice."""
+"""Of K, and of V, per loop step."""
 _PROGRAMS_PER_SM = 4
 SCORE_TILE = 512
 """Slots whose scores one program updates."""
@@ -142,7 +142,9 @@ def decode_resident(
         first_queries=rows.first_queries, scale=params.scale, softcap=params.softcap,
         PINNED=layout.pinned_slots, MEAN=params.mean, SOFTCAP=params.softcap > 0.0,
         BLOCK_S=tile, CANDIDATES=max(1, 1024 // shapes["BLOCK_U"]),
-        num_warps=4, num_stages=3, **shared,
+        # The block ids take two stages ahead of K and V, which then alternate
+        # between two buffers: three programs fit an SM.
+        num_warps=4, num_stages=4, **shared,
     )  # fmt: skip
     group = shapes["GROUP"]
     tile = min(SCORE_TILE, triton.next_power_of_2(layout.budget))
