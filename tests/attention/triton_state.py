@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows
-from vllm_h2o.attention.ops.triton import DecodeScratch
+from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 
@@ -91,7 +91,7 @@ class Step:
         num_rows, num_heads, head_size = self.query.shape
         scratch = DecodeScratch.allocate(
             num_rows, num_heads, self.key.shape[1], head_size, self.params.layout,
-            DEVICE, num_splits, tile_slots,
+            DEVICE, Tuning(num_splits, tile_slots),
         )  # fmt: skip
         for tensor in (scratch.logits, scratch.outputs, scratch.maxima, scratch.sums):
             tensor.fill_(float("nan"))

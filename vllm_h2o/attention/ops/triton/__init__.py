@@ -6,6 +6,7 @@ Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 
 from vllm_h2o.attention.ops.triton.launch import (
     DecodeScratch,
+    Tuning,
     check_supported,
     decode_resident,
 )
@@ -14,6 +15,7 @@ from vllm_h2o.attention.ops.triton.transition import compress_prompt
 
 __all__ = [
     "DecodeScratch",
+    "Tuning",
     "check_supported",
     "compress_prompt",
     "decode_resident",

@@ -31,6 +31,24 @@ SCORE_TILE = 512
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """How `attend_kernel` cuts its work; the result but for rounding is the same.
+
+    Attributes:
+        num_splits: Splits of the slots; None: as many as fill the device.
+        tile_slots: Slots per loop step; None: by the bytes of a slot.
+        num_warps: Of a program.
+        num_stages: Loop steps in flight. The block ids are read ahead of the K
+            and V that they address, so 5 double-buffer K and V.
+    """
+
+    num_splits: int | None = None
+    tile_slots: int | None = None
+    num_warps: int = 4
+    num_stages: int = 5
+
+
+@dataclass(frozen=True)
 class DecodeScratch:
     """What the kernels of a decode step hand to each other; reused by all layers.
 
@@ -42,8 +60,7 @@ class DecodeScratch:
         sums: `[max_partials]` float32.
         losers: `[max_rows * num_kv_heads]` int32.
         leaving_scores: `[max_rows * num_kv_heads]` float32.
-        num_splits: Splits of the slots; None: as many as fill the device.
-        tile_slots: Slots per loop step; None: by the bytes of a slot.
+        tuning: What it was allocated for.
     """
 
     logits: torch.Tensor
@@ -52,8 +69,7 @@ class DecodeScratch:
     sums: torch.Tensor
     losers: torch.Tensor
     leaving_scores: torch.Tensor
-    num_splits: int | None = None
-    tile_slots: int | None = None
+    tuning: Tuning
 
     @classmethod
     def allocate(
@@ -64,12 +80,12 @@ class DecodeScratch:
         head_size: int,
         layout: SlotLayout,
         device: torch.device,
-        num_splits: int | None = None,
-        tile_slots: int | None = None,
+        tuning: Tuning | None = None,
     ) -> DecodeScratch:
         """Scratch for batches of up to `max_rows` rows."""
+        tuning = tuning or Tuning()
         partials = num_heads * max(
-            rows * (num_splits or _default_splits(rows * num_kv_heads, layout, device))
+            rows * _num_splits(tuning, rows * num_kv_heads, layout, device)
             for rows in range(1, max_rows + 1)
         )
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
@@ -82,8 +98,7 @@ class DecodeScratch:
                 max_rows * num_kv_heads, dtype=torch.int32, device=device
             ),
             leaving_scores=floats(max_rows * num_kv_heads),
-            num_splits=num_splits,
-            tile_slots=tile_slots,
+            tuning=tuning,
         )
 
 
@@ -136,15 +151,14 @@ def decode_resident(
         "losers": scratch.losers, "leaving_scores": scratch.leaving_scores,
         **shapes,
     }  # fmt: skip
-    tile = scratch.tile_slots or _tile_slots(head_size, query.element_size())
     attend_kernel[(num_rows, num_kv_heads, shapes["NUM_SPLITS"])](
         query=query, query_strides=query.stride()[:2],
         first_queries=rows.first_queries, scale=params.scale, softcap=params.softcap,
         PINNED=layout.pinned_slots, MEAN=params.mean, SOFTCAP=params.softcap > 0.0,
-        BLOCK_S=tile, CANDIDATES=max(1, 1024 // shapes["BLOCK_U"]),
-        # The block ids take two stages ahead of K and V, which then alternate
-        # between two buffers: three programs fit an SM.
-        num_warps=4, num_stages=4, **shared,
+        BLOCK_S=_tile_slots(scratch.tuning, query),
+        CANDIDATES=max(1, 1024 // shapes["BLOCK_U"]),
+        num_warps=scratch.tuning.num_warps, num_stages=scratch.tuning.num_stages,
+        **shared,
     )  # fmt: skip
     group = shapes["GROUP"]
     tile = min(SCORE_TILE, triton.next_power_of_2(layout.budget))
@@ -220,10 +234,8 @@ def _shapes(
     """The compile-time constants that both kernels share."""
     num_rows, num_heads, head_size = query.shape
     layout = params.layout
-    tile = scratch.tile_slots or _tile_slots(head_size, query.element_size())
-    splits = scratch.num_splits or _default_splits(
-        num_rows * num_kv_heads, layout, query.device
-    )
+    tile = _tile_slots(scratch.tuning, query)
+    splits = _num_splits(scratch.tuning, num_rows * num_kv_heads, layout, query.device)
     split_slots = triton.cdiv(triton.cdiv(layout.budget, splits), tile) * tile
     splits = triton.cdiv(layout.budget, split_slots)
     group = num_heads // num_kv_heads
@@ -247,13 +259,19 @@ def _check_capacity(scratch: DecodeScratch, partials: int, head_size: int) -> No
     assert partials * head_size <= scratch.outputs.numel(), "scratch of a smaller head"
 
 
-def _tile_slots(head_size: int, item_bytes: int) -> int:
-    row_bytes = triton.next_power_of_2(head_size) * item_bytes
+def _tile_slots(tuning: Tuning, query: torch.Tensor) -> int:
+    if tuning.tile_slots is not None:
+        return tuning.tile_slots
+    row_bytes = triton.next_power_of_2(query.shape[2]) * query.element_size()
     return min(max(_TILE_BYTES // row_bytes, 16), 128)
 
 
-def _default_splits(items: int, layout: SlotLayout, device: torch.device) -> int:
-    """Splits that fill the device with `items` rows times KV heads."""
+def _num_splits(
+    tuning: Tuning, items: int, layout: SlotLayout, device: torch.device
+) -> int:
+    """Splits for a batch of `items` rows times KV heads."""
+    if tuning.num_splits is not None:
+        return tuning.num_splits
     wanted = triton.cdiv(_PROGRAMS_PER_SM * num_sms(device), items)
     return max(1, min(wanted, layout.budget // 128))
 
