@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from tests.attention.triton_checks import TOLERANCE, check_step
 from tests.attention.triton_state import (
-    clone,
     content,
     make_step,
     params_of,
@@ -16,29 +16,6 @@ from tests.attention.triton_state import (
 from vllm_h2o.attention.ops import ResidentRows, reference
 from vllm_h2o.attention.ops.triton import check_supported, decode_resident, launch
 from vllm_h2o.attention.pages import Pages
-
-TOLERANCE = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
-    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
-}
-
-
-def check_step(step, num_splits=3, tile_slots=16, **options):
-    """One step of both from the same state: outputs and state agree."""
-    expected_pages, pages = clone(step.pages), clone(step.pages)
-    expected = step.run(reference.decode_resident, expected_pages)
-    scratch = step.scratch(num_splits, tile_slots)
-    actual = step.run(decode_resident, pages, scratch=scratch, **options)
-    torch.testing.assert_close(actual, expected, **TOLERANCE[step.query.dtype])
-    torch.testing.assert_close(
-        pages.scores, expected_pages.scores, rtol=1e-4, atol=1e-6, equal_nan=True
-    )
-    # What remains is moved, not computed: equal to the bit, also where nobody
-    # may write.
-    expected_pages.scores.copy_(pages.scores)
-    assert torch.equal(content(pages), content(expected_pages))
-    return pages
 
 
 def graduated(step, pages):
@@ -138,7 +115,10 @@ def heavy_births(step, pages):
     return pages.births[step.rows.block_table[0, :2].long(), 0].flatten()
 
 
-def test_of_equal_scores_the_oldest_loses():
+@pytest.mark.parametrize("candidates", [8, 1024])
+def test_of_equal_scores_the_oldest_loses(candidates, monkeypatch):
+    """Within a tile of candidates and across tiles."""
+    monkeypatch.setattr(launch, "CANDIDATE_TILE", candidates)
     step, before = one_head(leaving_score=2.0)
     after = heavy_births(step, check_step(step))
     (changed,) = (before != after).nonzero()
@@ -165,10 +145,9 @@ def test_rows_of_zeros_touch_block_zero_only():
     step.rows.block_table.zero_()
     step.pages.scores[0], step.pages.births[0] = 0.0, 0
     step.pages.keys[0], step.pages.values[0] = 0.0, 0.0
-    before, pages = clone(step.pages), clone(step.pages)
-    step.run(decode_resident, pages, scratch=step.scratch(3, 16))
+    _, pages = step.run(decode_resident, scratch=step.scratch(3, 16))
     page = pages.page_stride
-    assert torch.equal(content(pages)[page:], content(before)[page:])
+    assert torch.equal(content(pages)[page:], content(step.pages)[page:])
 
 
 def test_strided_arguments():
@@ -206,10 +185,9 @@ def test_without_scores():
     """The output of a layout that lets nothing compete; scores stay as they are."""
     step = make_step(params_of(), [20, 60])
     streaming = dataclasses.replace(step, params=params_of(sinks=32))
-    expected = streaming.run(reference.decode_resident, clone(step.pages))
-    pages = clone(step.pages)
+    expected, _ = streaming.run(reference.decode_resident, "cpu")
     scratch = step.scratch(2, 16)
-    actual = step.run(decode_resident, pages, scratch=scratch, scored=False)
+    actual, pages = step.run(decode_resident, scratch=scratch, scored=False)
     torch.testing.assert_close(actual, expected, **TOLERANCE[torch.float32])
     torch.testing.assert_close(
         pages.scores, step.pages.scores, rtol=0, atol=0, equal_nan=True
@@ -219,8 +197,8 @@ def test_without_scores():
 
 def test_scratch_is_made_when_none_is_given():
     step = make_step(params_of(), [60])
-    expected = step.run(reference.decode_resident, clone(step.pages))
-    actual = step.run(decode_resident, clone(step.pages))
+    expected, _ = step.run(reference.decode_resident, "cpu")
+    actual, _ = step.run(decode_resident)
     torch.testing.assert_close(actual, expected, **TOLERANCE[torch.float32])
 
 
@@ -228,16 +206,17 @@ def test_too_small_scratch_is_refused():
     step = make_step(params_of(), [5, 60])
     scratch = make_step(params_of(), [5]).scratch(3, 16)
     with pytest.raises(AssertionError, match="scratch"):
-        step.run(decode_resident, step.pages, scratch=scratch)
+        step.run(decode_resident, scratch=scratch)
 
 
 def test_no_batch_is_no_launch():
     step = make_step(params_of(), [5])
-    empty = step.query[:0]
-    rows = ResidentRows(step.rows.block_table[:0], empty.long(), empty.long())
-    decode_resident(
-        empty, step.key[:0], step.value[:0], step.pages, rows, step.params, empty
+    rows = ResidentRows(*(tensor[:0] for tensor in vars(step.rows).values()))
+    empty = dataclasses.replace(
+        step, query=step.query[:0], key=step.key[:0], value=step.value[:0], rows=rows
     )
+    output, pages = empty.run(decode_resident)
+    assert len(output) == 0 and torch.equal(content(pages), content(step.pages))
 
 
 def test_launcher_reads_no_value(monkeypatch):
@@ -255,14 +234,12 @@ def test_launcher_reads_no_value(monkeypatch):
         name: getattr(step.pages, name).to("meta")
         for name in ("keys", "values", "scores", "births")
     }
-    meta = dataclasses.replace(
-        step,
-        query=step.query.to("meta"),
-        key=step.key.to("meta"),
-        value=step.value.to("meta"),
-        rows=ResidentRows(*(t.to("meta") for t in vars(step.rows).values())),
-    )
-    meta.run(decode_resident, dataclasses.replace(step.pages, **pages))
+    decode_resident(
+        step.query.to("meta"), step.key.to("meta"), step.value.to("meta"),
+        dataclasses.replace(step.pages, **pages),
+        ResidentRows(*(tensor.to("meta") for tensor in vars(step.rows).values())),
+        step.params, torch.empty_like(step.query, device="meta"),
+    )  # fmt: skip
     assert [grid[:2] for grid in grids] == [(2, 2), (2, 2)]
 
 

@@ -2,6 +2,7 @@
 
 The interpreter takes milliseconds per program, so a test sets up a state as it
 is somewhere in a request's life and does one step, instead of decoding to it.
+States are made on the CPU, where the reference runs, and copied to DEVICE.
 """
 
 from dataclasses import dataclass
@@ -35,13 +36,13 @@ def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots
     return DecodeParams(layout, 0.17, softcap, decay, mean)
 
 
-def empty_pages(num_blocks, num_kv_heads, head_size, block_size, dtype):
+def empty_pages(num_blocks, num_kv_heads, head_size, block_size, dtype, device="cpu"):
     """Pages full of NaN, rows of K beside rows of V as vLLM has them on CUDA."""
     item = torch.empty(0, dtype=dtype).element_size()
     page = num_kv_heads * block_size * 2 * head_size * item
     page += state_bytes(num_kv_heads, block_size)
     raw = torch.full(
-        (num_blocks * page // item,), float("nan"), dtype=dtype, device=DEVICE
+        (num_blocks * page // item,), float("nan"), dtype=dtype, device=device
     )
     # NHD: all heads of a token lie together.
     strides = (page // item, 2 * head_size, num_kv_heads * 2 * head_size, 1)
@@ -49,21 +50,23 @@ def empty_pages(num_blocks, num_kv_heads, head_size, block_size, dtype):
     return Pages.view_rows(raw.as_strided(shape, strides))
 
 
-def clone(pages):
-    """The same pages in memory of their own."""
-    raw = pages.keys.untyped_storage().clone()
+def clone(pages, device=None):
+    """The same pages in memory of their own, on another device if given."""
+    device = device or pages.keys.device
+    raw = content(pages).to(device, copy=True).untyped_storage()
     own = {}
     for name in ("keys", "values", "scores", "births"):
         view = getattr(pages, name)
-        tensor = torch.empty(0, dtype=view.dtype, device=view.device)
+        tensor = torch.empty(0, dtype=view.dtype, device=device)
         own[name] = tensor.set_(raw, view.storage_offset(), view.shape, view.stride())
     return Pages(**own, page_stride=pages.page_stride, state_offset=pages.state_offset)
 
 
 def content(pages):
     """The bytes of the pages, to compare them NaN for NaN."""
-    storage = pages.keys.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(storage)
+    keys = pages.keys
+    raw = torch.empty(0, dtype=torch.uint8, device=keys.device)
+    return raw.set_(keys.untyped_storage())
 
 
 @dataclass
@@ -77,14 +80,28 @@ class Step:
     rows: ResidentRows
     params: DecodeParams
 
-    def run(self, op, pages, **options):
-        """Run `op` on `pages` into a poisoned output; return the output."""
-        output = torch.full_like(self.query, float("nan"))
-        op(
-            self.query, self.key, self.value, pages, self.rows, self.params, output,
-            **options,
+    def to(self, device):
+        """The same step, with pages of its own, on `device`."""
+        return Step(
+            self.query.to(device), self.key.to(device), self.value.to(device),
+            clone(self.pages, device),
+            ResidentRows(*(tensor.to(device) for tensor in vars(self.rows).values())),
+            self.params,
         )  # fmt: skip
-        return output
+
+    def run(self, op, device=DEVICE, **options):
+        """Run `op` on a copy of the pages, into a poisoned output.
+
+        Returns:
+            `(output, pages)`, on the CPU.
+        """
+        step = self.to(device)
+        output = torch.full_like(step.query, float("nan"))
+        op(
+            step.query, step.key, step.value, step.pages, step.rows, step.params,
+            output, **options,
+        )  # fmt: skip
+        return output.cpu(), clone(step.pages, "cpu")
 
     def scratch(self, num_splits, tile_slots):
         """Scratch that holds NaN and slots nobody has."""
@@ -111,28 +128,28 @@ def make_step(
     num_blocks = num_rows * width + 2
     pages = empty_pages(num_blocks, num_kv_heads, head_size, layout.block_size, dtype)
     blocks = torch.randperm(num_blocks - 1, generator=generator) + 1
-    table = blocks[: num_rows * width].view(num_rows, width).int().to(DEVICE)
+    table = blocks[: num_rows * width].view(num_rows, width).int()
 
     def random(*shape):
-        return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     for row, position in enumerate(positions):
         for head in range(num_kv_heads):
             tokens = _tokens(layout, position, generator)
             slots = torch.tensor([slot for slot, _ in tokens], dtype=torch.long)
             births = torch.tensor([birth for _, birth in tokens], dtype=torch.int32)
-            block = table[row].long().cpu()[slots // layout.block_size]
+            block = table[row].long()[slots // layout.block_size]
             offset = slots % layout.block_size
             pages.keys[block, head, :, offset] = random(len(slots), head_size)
             pages.values[block, head, offset] = random(len(slots), head_size)
             # Few distinct scores, so that equal ones meet.
             scores = torch.randint(1, 9, (len(slots),), generator=generator) / 4
-            pages.scores[block, head, offset] = scores.to(DEVICE)
-            pages.births[block, head, offset] = births.to(DEVICE)
+            pages.scores[block, head, offset] = scores
+            pages.births[block, head, offset] = births
     rows = ResidentRows(
         table,
-        torch.tensor(positions, device=DEVICE),
-        torch.tensor([3 * row for row in range(num_rows)], device=DEVICE),
+        torch.tensor(positions),
+        torch.tensor([2 * position // 3 for position in positions]),
     )
     query = random(num_rows, num_heads, head_size) * 2
     key = random(num_rows, num_kv_heads, head_size)

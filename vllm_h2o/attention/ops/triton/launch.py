@@ -28,6 +28,8 @@ _TILE_BYTES = 16 * 1024
 _PROGRAMS_PER_SM = 4
 SCORE_TILE = 512
 """Slots whose scores one program updates."""
+CANDIDATE_TILE = 1024
+"""Heavy slots that compete at once."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def decode_resident(
         first_queries=rows.first_queries, scale=params.scale, softcap=params.softcap,
         PINNED=layout.pinned_slots, MEAN=params.mean, SOFTCAP=params.softcap > 0.0,
         BLOCK_S=_tile_slots(scratch.tuning, query),
-        CANDIDATES=max(1, 1024 // shapes["BLOCK_U"]),
+        CANDIDATES=max(1, CANDIDATE_TILE // shapes["BLOCK_U"]),
         num_warps=scratch.tuning.num_warps, num_stages=scratch.tuning.num_stages,
         **shared,
     )  # fmt: skip
