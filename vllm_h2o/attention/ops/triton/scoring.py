@@ -10,7 +10,7 @@ from vllm_h2o.attention.ops.triton.launch import check_supported, num_sms
 from vllm_h2o.attention.ops.triton.slots import page_offsets, soft_capped
 from vllm_h2o.attention.pages import Pages
 
-_QUERY_TILE = 64
+_QUERY_TILE_BYTES = 32 * 1024
 _KEY_TILE_BYTES = 16 * 1024
 # Differ from prompt to prompt: one compilation must serve them all.
 _VARYING = ["num_queries", "first_position"]
@@ -185,14 +185,15 @@ def observe(
     assert scores.stride(1) == 1
     keys = pages.keys.transpose(2, 3)
     block_d = triton.next_power_of_2(head_size)
+    row_bytes = block_d * query.element_size()
     shared = {
         "query": query, "query_strides": query.stride()[:2],
         "keys": keys, "keys_strides": keys.stride(), "blocks": dense_blocks,
         "num_queries": num_queries, "first_position": first_position,
         "scale": scale, "softcap": softcap, "SOFTCAP": softcap > 0.0,
         "GROUP": num_heads // num_kv_heads, "HEAD_SIZE": head_size,
-        "BLOCK_SIZE": block_size, "BLOCK_Q": _QUERY_TILE,
-        "BLOCK_K": _key_tile(block_d, query.element_size()), "BLOCK_D": block_d,
+        "BLOCK_SIZE": block_size, "BLOCK_Q": min(64, _tile(_QUERY_TILE_BYTES, row_bytes)),
+        "BLOCK_K": _tile(_KEY_TILE_BYTES, row_bytes), "BLOCK_D": block_d,
         "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
     if lse is None:
@@ -223,5 +224,5 @@ def _log_sum_exp(shared: dict, num_heads: int, num_tokens: int) -> torch.Tensor:
     return lse[0] if splits == 1 else lse.logsumexp(dim=0)
 
 
-def _key_tile(block_d: int, item_bytes: int) -> int:
-    return min(max(_KEY_TILE_BYTES // (block_d * item_bytes), 16), 128)
+def _tile(tile_bytes: int, row_bytes: int) -> int:
+    return min(max(tile_bytes // row_bytes, 16), 128)
