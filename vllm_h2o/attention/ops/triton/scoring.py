@@ -192,8 +192,9 @@ def observe(
         "num_queries": num_queries, "first_position": first_position,
         "scale": scale, "softcap": softcap, "SOFTCAP": softcap > 0.0,
         "GROUP": num_heads // num_kv_heads, "HEAD_SIZE": head_size,
-        "BLOCK_SIZE": block_size, "BLOCK_Q": min(64, _tile(_QUERY_TILE_BYTES, row_bytes)),
-        "BLOCK_K": _tile(_KEY_TILE_BYTES, row_bytes), "BLOCK_D": block_d,
+        "BLOCK_SIZE": block_size, "BLOCK_D": block_d,
+        "BLOCK_Q": min(64, _tile(_QUERY_TILE_BYTES, row_bytes)),
+        "BLOCK_K": _tile(_KEY_TILE_BYTES, row_bytes),
         "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
     if lse is None:
