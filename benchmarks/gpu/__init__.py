@@ -1,0 +1,1 @@
+"""Kernel benchmarks on a GPU: `python -m benchmarks.gpu`."""

@@ -1,0 +1,102 @@
+"""The kernels on this device against the reference, with the checks of the tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.attention.triton_checks import (
+    check_scores,
+    check_step,
+    check_transition,
+    make_prompt,
+    make_queries,
+)
+from tests.attention.triton_state import make_step, params_of
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HEAD_SIZES = (64, 80, 96, 128, 256)
+
+
+def check_all(tiny: bool) -> list[dict[str, Any]]:
+    """Run every check (if `tiny` one in twenty), failures and all."""
+    results = []
+    for name, check in itertools.islice(_checks(), 0, None, 20 if tiny else 1):
+        error = ""
+        try:
+            check()
+        except AssertionError as failure:
+            error = " ".join(str(failure).split())[:200]
+        results.append({"check": name, "ok": not error, "error": error})
+    return results
+
+
+def _checks() -> itertools.chain[tuple[str, Callable[[], Any]]]:
+    return itertools.chain(_prompts(), _steps(), _shapes())
+
+
+def _steps():
+    positions = [0, 17, 47, 48, 64, 85]
+    for unit, mean, decay, softcap in itertools.product(
+        ("token", "block"), (False, True), (1.0, 0.9), (0.0, 5.0)
+    ):
+        params = params_of(unit, mean, decay, softcap)
+        name = f"step: {unit} {mean=} {decay=} {softcap=}"
+        yield (
+            name,
+            lambda params=params: check_step(
+                make_step(params, positions, heads=(8, 2))
+            ),
+        )
+
+
+def _shapes():
+    for dtype, size in itertools.product(_DTYPES, _HEAD_SIZES):
+        yield (
+            f"step: {dtype} head {size}",
+            lambda d=dtype, s=size: check_step(
+                make_step(params_of(mean=True), [50, 77], d, (4, 2), s)
+            ),
+        )
+    for group in range(1, 17):
+        yield (
+            f"step: {group} query heads",
+            lambda group=group: check_step(
+                make_step(params_of(), [60], torch.bfloat16, (group, 1), 128)
+            ),
+        )
+    for block in (16, 32, 64, 128):
+        params = params_of(block_size=block, heavy_slots=block, recent_slots=block)
+        yield (
+            f"step: blocks of {block}",
+            lambda params=params, block=block: check_step(
+                make_step(params, [5, 3 * block + 1], torch.bfloat16, (4, 1), 128),
+                tile_slots=64,
+            ),
+        )
+
+
+def _prompts():
+    layout = SlotLayout(16, 32, 48, sinks=4, whole_blocks=False)
+    yield "window", lambda: check_scores(make_prompt(149), make_queries(64, 8), 149)
+    yield "transition", lambda: check_transition(141, H2OConfig(), layout)
+    yield (
+        "all queries",
+        lambda: check_scores(make_prompt(300), make_queries(300, 4), 300),
+    )
+    for dtype, size in itertools.product(_DTYPES, _HEAD_SIZES):
+        yield (
+            f"window: {dtype} head {size}",
+            lambda d=dtype, s=size: check_scores(
+                make_prompt(90, d, 2, s), make_queries(33, 4, s, d), 90
+            ),
+        )
+        yield (
+            f"transition: {dtype} head {size}",
+            lambda d=dtype, s=size: check_transition(141, H2OConfig(), layout, d, s),
+        )

@@ -1,0 +1,80 @@
+"""Time on a device."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.gpu.sizes import Sizes
+
+_REPEATS = 20
+
+
+def device(tiny: bool) -> torch.device:
+    """The GPU, or the CPU for --tiny.
+
+    Raises:
+        SystemExit: There is no GPU.
+    """
+    if tiny:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU here: --tiny runs the code paths on the CPU")
+    return torch.device("cuda")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on."""
+    name = "interpreter"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def microseconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Median time of a call, replayed as a CUDA graph."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    # Compile and allocate before the capture.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    times = []
+    for _ in range(_REPEATS):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def copy_bandwidth(device: torch.device, sizes: Sizes) -> float:
+    """GB/s of a large copy, bytes read plus bytes written."""
+    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    duration = microseconds(lambda: target.copy_(source), device)
+    return 2 * sizes.copy_bytes / duration / 1e3

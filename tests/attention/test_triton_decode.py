@@ -1,0 +1,279 @@
+"""The Triton decode step against the torch reference."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.attention.triton_checks import TOLERANCE, check_step
+from tests.attention.triton_state import (
+    content,
+    make_step,
+    params_of,
+)
+from vllm_h2o.attention.ops import ResidentRows, reference
+from vllm_h2o.attention.ops.triton import check_supported, decode_resident, launch
+from vllm_h2o.attention.pages import Pages
+
+
+def graduated(step, pages):
+    """`[num_rows, num_kv_heads]`, whether the births in the heavy set changed."""
+    heavy = step.params.layout.heavy_slots // step.params.layout.block_size
+    blocks = step.rows.block_table[:, :heavy].long()
+    before, after = step.pages.births[blocks], pages.births[blocks]
+    return (before != after).any(dim=3).any(dim=1)
+
+
+CASES = {
+    "sum": params_of(),
+    "mean": params_of(mean=True),
+    "decay": params_of(decay=0.9),
+    "newest query only": params_of(decay=0.0, sinks=0),
+    "softcap": params_of(softcap=5.0),
+    "block": params_of(unit="block"),
+    "block mean": params_of(unit="block", mean=True, sinks=0),
+    "streaming": params_of(heavy_slots=4, recent_slots=44),
+    "blocks of 32": params_of(block_size=32, heavy_slots=32, recent_slots=32),
+    "blocks of 48": params_of(
+        unit="block", sinks=0, block_size=48, heavy_slots=48, recent_slots=48
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_equals_reference(name):
+    """Rows that append, that fill their budget exactly, and that graduate."""
+    params = CASES[name]
+    budget, size = params.layout.budget, params.layout.block_size
+    positions = [0, 5, budget - 1, budget, budget + size, budget + 37]
+    step = make_step(params, positions, heads=(6, 2))
+    blocks = step.rows.block_table[3].long()
+    step.pages.scores[blocks[params.layout.heavy_slots // size], 0] = 0.0
+    moved = graduated(step, check_step(step))[3:]
+    # Both outcomes of the competition are met.
+    assert moved.any() == (params.layout.pinned_slots < params.layout.heavy_slots)
+    assert not moved.all()
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 11, 16])
+def test_grouped_query_heads(group):
+    check_step(make_step(params_of(), [60], heads=(group, 1)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_head_sizes_and_dtypes(head_size, dtype):
+    check_step(make_step(params_of(mean=True), [50], dtype, (2, 1), head_size))
+
+
+@pytest.mark.parametrize("unit", ["token", "block"])
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_block_sizes(size, unit):
+    params = params_of(
+        unit, sinks=0, block_size=size, heavy_slots=2 * size, recent_slots=size
+    )
+    step = make_step(params, [2 * size - 3, 4 * size], dtype=torch.float16)
+    check_step(step, num_splits=2, tile_slots=64)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 48])
+@pytest.mark.parametrize("tile_slots", [16, 64])
+def test_splits_and_tiles(num_splits, tile_slots):
+    """Also splits past the tokens of a row, and tiles past its budget."""
+    check_step(make_step(params_of(), [3, 60]), num_splits, tile_slots)
+
+
+def test_tiles_of_scores(monkeypatch):
+    """Scores are updated tile by tile; the graduate and its slot in two of them."""
+    monkeypatch.setattr(launch, "SCORE_TILE", 16)
+    check_step(make_step(params_of(), [55, 59, 64]))
+    check_step(make_step(params_of("block"), [48, 57]))
+
+
+def test_steps_follow_each_other():
+    """What a step leaves is what the next one needs."""
+    params = params_of(mean=True, decay=0.9)
+    step = make_step(params, [46, 62], heads=(2, 2))
+    for _ in range(4):
+        pages = check_step(step)
+        rows = dataclasses.replace(step.rows, positions=step.rows.positions + 1)
+        step = dataclasses.replace(step, rows=rows, pages=pages, key=step.key.flip(-1))
+
+
+def one_head(leaving_score, heavy_score=1.0, **options):
+    """A row at position 50 whose heavy scores are equal, ring as given."""
+    step = make_step(params_of(**options), [50], heads=(1, 1))
+    block = step.rows.block_table[0].long()
+    step.pages.scores[block[:2]] = heavy_score
+    step.pages.scores[block[2], 0, 2] = leaving_score
+    return step, step.pages.births[block[:2], 0].flatten()
+
+
+def heavy_births(step, pages):
+    return pages.births[step.rows.block_table[0, :2].long(), 0].flatten()
+
+
+@pytest.mark.parametrize("candidates", [8, 1024])
+def test_of_equal_scores_the_oldest_loses(candidates, monkeypatch):
+    """Within a tile of candidates and across tiles."""
+    monkeypatch.setattr(launch, "CANDIDATE_TILE", candidates)
+    step, before = one_head(leaving_score=2.0)
+    after = heavy_births(step, check_step(step))
+    (changed,) = (before != after).nonzero()
+    assert before[changed] == before[4:].min()
+    assert after[changed] == 34  # 50 - recent_slots
+
+
+def test_an_equal_score_does_not_graduate():
+    step, before = one_head(leaving_score=1.0)
+    assert torch.equal(heavy_births(step, check_step(step)), before)
+
+
+@pytest.mark.parametrize("ulps", [0, 1])
+def test_means_that_differ_by_rounding(ulps):
+    """Divisions must round as torch's: one unit in the last place decides."""
+    leaving = torch.tensor(16 * 0.1)  # 16 queries saw it
+    for _ in range(ulps):
+        leaving = leaving.nextafter(torch.tensor(2.0))
+    step, before = one_head(leaving, mean=True, sinks=0)
+    step.rows.first_queries.zero_()
+    blocks = step.rows.block_table[0, :2].long()
+    step.pages.scores[blocks] = (50 - step.pages.births[blocks]) * 0.1
+    # Every quotient rounds to 0.1 or above, but for 41 queries: 0.1 - 1 ulp.
+    graduates = not torch.equal(heavy_births(step, check_step(step)), before)
+    assert graduates == bool(ulps or (before == 50 - 41).any())
+
+
+def test_rows_of_zeros_touch_block_zero_only():
+    """Dummy and padding rows, whatever position they carry."""
+    step = make_step(params_of(), [0, 30, 48, 63])
+    step.rows.block_table.zero_()
+    step.pages.scores[0], step.pages.births[0] = 0.0, 0
+    step.pages.keys[0], step.pages.values[0] = 0.0, 0.0
+    _, pages = step.run(decode_resident, scratch=step.scratch(3, 16))
+    page = pages.page_stride
+    assert torch.equal(content(pages)[page:], content(step.pages)[page:])
+
+
+def test_strided_arguments():
+    """Slices of wider tensors, 32-bit positions, and vLLM's CPU layout."""
+    step = make_step(params_of(), [20, 53], heads=(4, 2))
+
+    def widened(tensor, dim):
+        wide = torch.cat([torch.full_like(tensor, 7), tensor], dim)
+        return wide.narrow(dim, tensor.shape[dim], tensor.shape[dim])
+
+    rows = ResidentRows(
+        widened(step.rows.block_table, 1),
+        step.rows.positions.int(),
+        step.rows.first_queries.int(),
+    )
+    cache = step.pages.keys.new_full((step.pages.keys.shape[0], 2 * 16 * 130), 0.0)
+    column_major = Pages.view(
+        cache.as_strided((len(cache), 2, 16, 128), (2 * 16 * 130, 16 * 128, 128, 1))
+    )
+    for name in ("keys", "values", "scores", "births"):
+        getattr(column_major, name).copy_(getattr(step.pages, name))
+    check_step(
+        dataclasses.replace(
+            step,
+            query=widened(step.query, 1),
+            key=widened(step.key, 1),
+            value=widened(step.value, 1),
+            rows=rows,
+            pages=column_major,
+        )  # fmt: skip
+    )
+
+
+def test_without_scores():
+    """The output of a layout that lets nothing compete; scores stay as they are."""
+    step = make_step(params_of(), [20, 60])
+    streaming = dataclasses.replace(step, params=params_of(sinks=32))
+    expected, _ = streaming.run(reference.decode_resident, "cpu")
+    scratch = step.scratch(2, 16)
+    actual, pages = step.run(decode_resident, scratch=scratch, scored=False)
+    torch.testing.assert_close(actual, expected, **TOLERANCE[torch.float32])
+    torch.testing.assert_close(
+        pages.scores, step.pages.scores, rtol=0, atol=0, equal_nan=True
+    )
+    assert scratch.logits.isnan().all()
+
+
+def test_scratch_is_made_when_none_is_given():
+    step = make_step(params_of(), [60])
+    expected, _ = step.run(reference.decode_resident, "cpu")
+    actual, _ = step.run(decode_resident)
+    torch.testing.assert_close(actual, expected, **TOLERANCE[torch.float32])
+
+
+def test_too_small_scratch_is_refused():
+    step = make_step(params_of(), [5, 60])
+    scratch = make_step(params_of(), [5]).scratch(3, 16)
+    with pytest.raises(AssertionError, match="scratch"):
+        step.run(decode_resident, scratch=scratch)
+
+
+def test_no_batch_is_no_launch():
+    step = make_step(params_of(), [5])
+    rows = ResidentRows(*(tensor[:0] for tensor in vars(step.rows).values()))
+    empty = dataclasses.replace(
+        step, query=step.query[:0], key=step.key[:0], value=step.value[:0], rows=rows
+    )
+    output, pages = empty.run(decode_resident)
+    assert len(output) == 0 and torch.equal(content(pages), content(step.pages))
+
+
+def test_launcher_reads_no_value(monkeypatch):
+    """On meta tensors, which have none: a step never waits for the device."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda **arguments: grids.append(grid)
+
+    monkeypatch.setattr(launch, "attend_kernel", Recorder())
+    monkeypatch.setattr(launch, "combine_kernel", Recorder())
+    step = make_step(params_of(), [5, 60], heads=(6, 2))
+    pages = {
+        name: getattr(step.pages, name).to("meta")
+        for name in ("keys", "values", "scores", "births")
+    }
+    decode_resident(
+        step.query.to("meta"), step.key.to("meta"), step.value.to("meta"),
+        dataclasses.replace(step.pages, **pages),
+        ResidentRows(*(tensor.to("meta") for tensor in vars(step.rows).values())),
+        step.params, torch.empty_like(step.query, device="meta"),
+    )  # fmt: skip
+    assert [grid[:2] for grid in grids] == [(2, 2), (2, 2)]
+
+
+def test_unsupported_shapes_are_named():
+    supported = {
+        "dtype": torch.float32, "head_size": 64, "block_size": 16,
+        "num_heads": 8, "num_kv_heads": 2,
+    }  # fmt: skip
+    check_supported(**supported)
+    for bad, named in (
+        ({"dtype": torch.float64}, "--dtype"),
+        ({"block_size": 8}, "--block-size"),
+        ({"head_size": 288}, "head size"),
+        ({"num_heads": 34}, "query heads"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            check_supported(**(supported | bad))
+
+
+@pytest.mark.parametrize(
+    ("imported", "missing"),
+    [
+        ("vllm_h2o.attention.ops.triton", "vllm"),
+        ("vllm_h2o.attention.ops.cpu", "triton"),
+    ],
+)
+def test_imports_without(imported, missing):
+    """The GPU benchmark has no vLLM, a CPU install no triton."""
+    code = f"import sys; sys.modules[{missing!r}] = None; import {imported}"
+    subprocess.run([sys.executable, "-c", code], check=True)

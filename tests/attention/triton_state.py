@@ -1,0 +1,174 @@
+"""Random state of a layer's pages, for the tests of the Triton kernels.
+
+The interpreter takes milliseconds per program, so a test sets up a state as it
+is somewhere in a request's life and does one step, instead of decoding to it.
+States are made on the CPU, where the reference runs, and copied to DEVICE.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
+
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.layout import SlotLayout, state_bytes
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dot_of_bfloat16(builder, a, b, *rest, dot=InterpreterBuilder.create_dot):
+    """The interpreter's dot multiplies bfloat16 as the integers it stores them as."""
+    if a.dtype.scalar == tl.bfloat16:
+        a, b = builder.cast_impl(a, tl.float32), builder.cast_impl(b, tl.float32)
+    return dot(builder, a, b, *rest)
+
+
+# Only the interpreter uses it; compiled kernels have a builder of their own.
+InterpreterBuilder.create_dot = _dot_of_bfloat16
+
+
+def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots):
+    slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
+    layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
+    return DecodeParams(layout, 0.17, softcap, decay, mean)
+
+
+def empty_pages(num_blocks, num_kv_heads, head_size, block_size, dtype, device="cpu"):
+    """Pages full of NaN, rows of K beside rows of V as vLLM has them on CUDA."""
+    item = torch.empty(0, dtype=dtype).element_size()
+    page = num_kv_heads * block_size * 2 * head_size * item
+    page += state_bytes(num_kv_heads, block_size)
+    raw = torch.full(
+        (num_blocks * page // item,), float("nan"), dtype=dtype, device=device
+    )
+    # NHD: all heads of a token lie together.
+    strides = (page // item, 2 * head_size, num_kv_heads * 2 * head_size, 1)
+    shape = (num_blocks, num_kv_heads, block_size, 2 * head_size)
+    return Pages.view_rows(raw.as_strided(shape, strides))
+
+
+def clone(pages, device=None):
+    """The same pages in memory of their own, on another device if given."""
+    device = device or pages.keys.device
+    raw = content(pages).to(device, copy=True).untyped_storage()
+    own = {}
+    for name in ("keys", "values", "scores", "births"):
+        view = getattr(pages, name)
+        tensor = torch.empty(0, dtype=view.dtype, device=device)
+        own[name] = tensor.set_(raw, view.storage_offset(), view.shape, view.stride())
+    return Pages(**own, page_stride=pages.page_stride, state_offset=pages.state_offset)
+
+
+def content(pages):
+    """The bytes of the pages, to compare them NaN for NaN."""
+    keys = pages.keys
+    raw = torch.empty(0, dtype=torch.uint8, device=keys.device)
+    return raw.set_(keys.untyped_storage())
+
+
+@dataclass
+class Step:
+    """The arguments of one decode step, whose rows hold tokens already."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    pages: Pages
+    rows: ResidentRows
+    params: DecodeParams
+
+    def to(self, device):
+        """The same step, with pages of its own, on `device`."""
+        return Step(
+            self.query.to(device), self.key.to(device), self.value.to(device),
+            clone(self.pages, device),
+            ResidentRows(*(tensor.to(device) for tensor in vars(self.rows).values())),
+            self.params,
+        )  # fmt: skip
+
+    def run(self, op, device=DEVICE, **options):
+        """Run `op` on a copy of the pages, into a poisoned output.
+
+        Returns:
+            `(output, pages)`, on the CPU.
+        """
+        step = self.to(device)
+        output = torch.full_like(step.query, float("nan"))
+        op(
+            step.query, step.key, step.value, step.pages, step.rows, step.params,
+            output, **options,
+        )  # fmt: skip
+        return output.cpu(), clone(step.pages, "cpu")
+
+    def scratch(self, num_splits, tile_slots):
+        """Scratch that holds NaN and slots nobody has."""
+        num_rows, num_heads, head_size = self.query.shape
+        scratch = DecodeScratch.allocate(
+            num_rows, num_heads, self.key.shape[1], head_size, self.params.layout,
+            DEVICE, Tuning(num_splits, tile_slots),
+        )  # fmt: skip
+        for tensor in (scratch.logits, scratch.outputs, scratch.maxima, scratch.sums):
+            tensor.fill_(float("nan"))
+        scratch.leaving_scores.fill_(float("nan"))
+        scratch.losers.fill_(1)
+        return scratch
+
+
+def make_step(
+    params, positions, dtype=torch.float32, heads=(2, 1), head_size=64, seed=0
+):
+    """Rows that are about to write `positions`, in a state a decode may reach."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    layout = params.layout
+    num_rows, width = len(positions), layout.budget_blocks
+    num_blocks = num_rows * width + 2
+    pages = empty_pages(num_blocks, num_kv_heads, head_size, layout.block_size, dtype)
+    blocks = torch.randperm(num_blocks - 1, generator=generator) + 1
+    table = blocks[: num_rows * width].view(num_rows, width).int()
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    for row, position in enumerate(positions):
+        for head in range(num_kv_heads):
+            tokens = _tokens(layout, position, generator)
+            slots = torch.tensor([slot for slot, _ in tokens], dtype=torch.long)
+            births = torch.tensor([birth for _, birth in tokens], dtype=torch.int32)
+            block = table[row].long()[slots // layout.block_size]
+            offset = slots % layout.block_size
+            pages.keys[block, head, :, offset] = random(len(slots), head_size)
+            pages.values[block, head, offset] = random(len(slots), head_size)
+            # Few distinct scores, so that equal ones meet.
+            scores = torch.randint(1, 9, (len(slots),), generator=generator) / 4
+            pages.scores[block, head, offset] = scores
+            pages.births[block, head, offset] = births
+    rows = ResidentRows(
+        table,
+        torch.tensor(positions),
+        torch.tensor([2 * position // 3 for position in positions]),
+    )
+    query = random(num_rows, num_heads, head_size) * 2
+    key = random(num_rows, num_kv_heads, head_size)
+    value = random(num_rows, num_kv_heads, head_size)
+    return Step(query, key, value, pages, rows, params)
+
+
+def _tokens(layout, position, generator):
+    """`(slot, birth)` of what a head holds before `position` is written."""
+    ring_end = position
+    if layout.whole_blocks:
+        ring_end += -position % layout.block_size
+    if position < layout.budget:
+        return [(p, p) for p in range(position)]
+    ring_start = ring_end - layout.recent_slots
+    ring = [(layout.slot(p), p) for p in range(ring_start, position)]
+    older = torch.randperm(ring_start - layout.sinks, generator=generator)
+    chosen = older[: layout.heavy_slots - layout.sinks] + layout.sinks
+    if layout.whole_blocks:
+        chosen = chosen.sort().values
+    births = [*range(layout.sinks), *chosen.tolist()]
+    return [*enumerate(births), *ring]

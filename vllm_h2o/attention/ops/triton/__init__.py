@@ -1,0 +1,23 @@
+"""The Triton kernels: resident decode, prompt scoring and the transition.
+
+Needs torch and triton, not vLLM. Nothing outside this package imports triton.
+Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from vllm_h2o.attention.ops.triton.launch import (
+    DecodeScratch,
+    Tuning,
+    check_supported,
+    decode_resident,
+)
+from vllm_h2o.attention.ops.triton.scoring import observe
+from vllm_h2o.attention.ops.triton.transition import compress_prompt
+
+__all__ = [
+    "DecodeScratch",
+    "Tuning",
+    "check_supported",
+    "compress_prompt",
+    "decode_resident",
+    "observe",
+]

@@ -1,0 +1,149 @@
+"""After the splits: outputs merged, scores updated, slots rewritten."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_h2o.attention.ops.triton.graduate import graduate, write_token
+from vllm_h2o.attention.ops.triton.slots import is_occupied, page_offsets, slot_of
+
+
+@triton.jit
+def combine_kernel(
+    output, output_strides, key, key_strides, value, value_strides,
+    keys, keys_strides, values, values_strides, scores, births, state_strides,
+    table, table_stride, positions,
+    logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
+    score_decay,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
+    UNIT: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, SPLIT_SLOTS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    """Finish the decode step of one row and KV head.
+
+        M[h] = max_i m_i[h],  L[h] = sum_i l_i[h] exp(m_i[h] - M[h])
+        out[h]   = sum_i o_i[h] exp(m_i[h] - M[h]) / L[h]
+        score[s] = score[s] * score_decay + sum_h exp(z[h,s] - M[h]) / L[h]
+
+    with `score[s]` taken after graduation and write: the graduate's in the slot
+    it won, 0 in the new token's.
+
+    Grid `(num_rows, num_kv_heads, max(GROUP, score tiles))`: program i of a KV
+    head merges its query head i, updates the scores of its tile i of BLOCK_T
+    slots, and program 0 moves the graduate and writes the new token.
+
+    Reference: graduate, write and attend of ops/reference.py, state equal at
+    the end of the step.
+    """
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row).to(tl.int32)
+    slot = slot_of(position, HEAVY, BUDGET - HEAVY)
+    length = tl.minimum(position + 1, BUDGET)
+    table += row.to(tl.int64) * table_stride
+    item = row.to(tl.int64) * NUM_KV_HEADS + head
+    # Splits past the length wrote nothing.
+    num_splits = tl.cdiv(length, SPLIT_SLOTS)
+    first_partial = item * NUM_SPLITS * GROUP
+
+    if part < GROUP:
+        out = output + row.to(tl.int64) * output_strides[0]
+        out += (head * GROUP + part) * output_strides[1]
+        merge_head(
+            out, partial_outputs, partial_maxima, partial_sums,
+            first_partial + part, num_splits, GROUP, HEAD_SIZE, BLOCK_P, BLOCK_D,
+        )  # fmt: skip
+    if SCORED:  # noqa: SIM102 (at compile time)
+        if part * BLOCK_T < length:
+            update_scores(
+                scores, state_strides, table, logits + item * GROUP * BUDGET,
+                partial_maxima + first_partial, partial_sums + first_partial,
+                losers + item, leaving_scores + item, score_decay,
+                part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, position,
+                slot, GROUP, BLOCK_SIZE, BUDGET, UNIT, COMPETES,
+                BLOCK_G, BLOCK_P,
+            )  # fmt: skip
+    if part == 0:
+        if COMPETES:
+            loser = tl.load(losers + item)
+            if loser >= 0:
+                graduate(
+                    keys, keys_strides, values, values_strides, births,
+                    state_strides, table, head, slot, loser,
+                    HEAD_SIZE, BLOCK_D, BLOCK_SIZE, UNIT, BLOCK_U,
+                )  # fmt: skip
+            # No thread may overwrite the graduate before all have read it.
+            tl.debug_barrier()
+        write_token(
+            key + row.to(tl.int64) * key_strides[0] + head * key_strides[1],
+            value + row.to(tl.int64) * value_strides[0] + head * value_strides[1],
+            keys, keys_strides, values, values_strides, births, state_strides,
+            table, head, slot, position, HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_head(
+    out, partial_outputs, partial_maxima, partial_sums, first, num_splits,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query head, whose partials start at `first`."""
+    split, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    exists, in_head = split < num_splits, d < HEAD_SIZE
+    at = first + split * GROUP
+    maxima = tl.load(partial_maxima + at, mask=exists, other=float("-inf"))
+    weight = tl.exp(maxima - tl.max(maxima, axis=0))
+    sums = tl.load(partial_sums + at, mask=exists, other=0.0)
+    parts = tl.load(
+        partial_outputs + at[:, None] * HEAD_SIZE + d[None, :],
+        mask=exists[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(parts * weight[:, None], axis=0) / tl.sum(sums * weight, axis=0)
+    tl.store(out + d, merged.to(out.dtype.element_ty), mask=in_head)
+
+
+@triton.jit
+def update_scores(
+    scores, state_strides, table, logits, partial_maxima, partial_sums,
+    loser, leaving_score, score_decay, slots, num_splits, head, position, slot,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BUDGET: tl.constexpr,
+    UNIT: tl.constexpr, COMPETES: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Add this query's probabilities to the scores of `slots`."""
+    g, split = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P)
+    in_group = g < GROUP
+    at = split[None, :] * GROUP + g[:, None]
+    exists = in_group[:, None] & (split < num_splits)[None, :]
+    maxima = tl.load(partial_maxima + at, mask=exists, other=-1.0e38)
+    sums = tl.load(partial_sums + at, mask=exists, other=0.0)
+    maximum = tl.max(maxima, axis=1)
+    total = tl.sum(sums * tl.exp(maxima - maximum[:, None]), axis=1)
+
+    held = is_occupied(slots, position, slot, BUDGET, UNIT)
+    z = tl.load(
+        logits + g[:, None] * BUDGET + slots[None, :],
+        mask=in_group[:, None] & held[None, :],
+        other=float("-inf"),
+    )
+    received = tl.exp(z - maximum[:, None]) / tl.where(in_group, total, 1.0)[:, None]
+
+    source = slots
+    if COMPETES:
+        lost = tl.load(loser)
+        won = (slots >= lost) & (slots < lost + UNIT)
+        source = tl.where(won, slots - lost + slot, slots)
+    offsets = page_offsets(table, source, held, head, state_strides, BLOCK_SIZE)
+    # Another program may be writing the new token's score to `slot`.
+    readable = held & (source != slot)
+    score = tl.load(scores + offsets, mask=readable, other=0.0)
+    if COMPETES:
+        score = tl.where((source == slot) & won, tl.load(leaving_score), score)
+    score = score * score_decay + tl.sum(received, axis=0)
+    offsets = page_offsets(table, slots, held, head, state_strides, BLOCK_SIZE)
+    tl.store(scores + offsets, score, mask=held)

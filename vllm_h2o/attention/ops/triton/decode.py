@@ -1,0 +1,139 @@
+"""Resident decode attention, split over slots."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_h2o.attention.ops.triton.graduate import NOBODY, find_loser
+from vllm_h2o.attention.ops.triton.slots import (
+    is_occupied,
+    page_offsets,
+    slot_of,
+    soft_capped,
+)
+
+# Finite, so that a split without a single token merges with weight exp(-huge)
+# and not exp(inf - inf).
+_NO_LOGIT = tl.constexpr(-1.0e38)
+
+
+@triton.jit
+def attend_kernel(
+    query, query_strides, key, key_strides, value, value_strides,
+    keys, keys_strides, values, values_strides, scores, births, state_strides,
+    table, table_stride, positions, first_queries,
+    logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
+    scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
+    PINNED: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, SPLIT_SLOTS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_U: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Attention of one split of the slots of one row and KV head.
+
+        S      = occupied slots of the split, after graduation and write
+        z[h,s] = scale * q[h] . K[s], soft-capped
+        m[h]   = max_s z,  l[h] = sum_s exp(z - m),  o[h] = sum_s exp(z - m) V[s]
+
+    Grid `(num_rows, num_kv_heads, NUM_SPLITS)`; the GROUP query heads of a KV
+    head share each read of K and V. Writes `m`, `l`, `o` of the split, the
+    logits `z` once if SCORED, and (split 0) who loses its slot.
+
+    Reference: graduate, write and attend of ops/reference.py. Deviations: the
+    pages are not written here, because other splits of the head are reading
+    them; a graduate is read where it still is, the new token from `key` and
+    `value`, and `combine_kernel` moves both. Every split that holds heavy slots
+    finds the loser for itself. exp(z - m) is rounded to the type of V before it
+    multiplies V.
+    """
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row).to(tl.int32)
+    start = split * SPLIT_SLOTS
+    end = tl.minimum(start + SPLIT_SLOTS, tl.minimum(position + 1, BUDGET))
+    if start >= end:
+        return
+    table += row.to(tl.int64) * table_stride
+    slot = slot_of(position, HEAVY, BUDGET - HEAVY)
+    item = row.to(tl.int64) * NUM_KV_HEADS + head
+
+    loser = tl.full((), NOBODY, tl.int32)
+    if COMPETES:
+        graduates = (position >= BUDGET) & (position % UNIT == 0)
+        if graduates & (start < HEAVY):
+            loser = find_loser(
+                scores, births, state_strides, table, head, position,
+                tl.load(first_queries + row).to(tl.int32), slot,
+                PINNED, HEAVY, MEAN, UNIT, BLOCK_U, BLOCK_SIZE, CANDIDATES,
+            )  # fmt: skip
+        if split == 0:
+            leaving = page_offsets(table, slot, True, head, state_strides, BLOCK_SIZE)
+            tl.store(losers + item, loser)
+            # Combine reads it after another program may have zeroed it.
+            tl.store(leaving_scores + item, tl.load(scores + leaving))
+
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    in_group, in_head = g < GROUP, d < HEAD_SIZE
+    q_offsets = row.to(tl.int64) * query_strides[0]
+    q_offsets += (head * GROUP + g)[:, None] * query_strides[1] + d[None, :]
+    q_mask = in_group[:, None] & in_head[None, :]
+    q = tl.load(query + q_offsets, mask=q_mask, other=0.0)
+
+    # The new token is in no page yet: it opens the sums of the split it is in.
+    at_k = row.to(tl.int64) * key_strides[0] + head * key_strides[1] + d
+    at_v = row.to(tl.int64) * value_strides[0] + head * value_strides[1] + d
+    new_k = tl.load(key + at_k, mask=in_head, other=0.0).to(tl.float32)
+    new_v = tl.load(value + at_v, mask=in_head, other=0.0).to(tl.float32)
+    new_z = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale
+    new_z = soft_capped(new_z, softcap, SOFTCAP)
+    holds_new = (slot >= start) & (slot < end)
+    z_rows = (item * GROUP + g) * BUDGET
+    if SCORED:
+        z_mask = g < tl.where(holds_new, GROUP, 0)
+        tl.store(logits + z_rows + slot, new_z, mask=z_mask)
+    maximum = tl.where(holds_new, new_z, _NO_LOGIT)
+    total = tl.zeros([BLOCK_G], tl.float32) + tl.where(holds_new, 1.0, 0.0)
+    output = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    output += tl.where(holds_new, new_v, 0.0)[None, :]
+
+    for first in range(start, end, BLOCK_S):
+        s = first + tl.arange(0, BLOCK_S)
+        held = is_occupied(s, position, slot, BUDGET, UNIT) & (s < end) & (s != slot)
+        source = s
+        if COMPETES:
+            replaced = (s >= loser) & (s < loser + UNIT)
+            source = tl.where(replaced, s - loser + slot, s)
+        at = page_offsets(table, source, held, head, keys_strides, BLOCK_SIZE)
+        k_mask = in_head[:, None] & held[None, :]
+        k = tl.load(
+            keys + at[None, :] + d[:, None] * keys_strides[3], mask=k_mask, other=0.0
+        )
+        z = tl.dot(q, k, input_precision="ieee") * scale
+        z = soft_capped(z, softcap, SOFTCAP)
+        if SCORED:
+            at_z = z_rows[:, None] + s[None, :]
+            tl.store(logits + at_z, z, mask=in_group[:, None] & held[None, :])
+        z = tl.where(held[None, :], z, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(z, axis=1))
+        weight = tl.exp(z - new_maximum[:, None])
+        rescale = tl.exp(maximum - new_maximum)
+        at = page_offsets(table, source, held, head, values_strides, BLOCK_SIZE)
+        v_mask = held[:, None] & in_head[None, :]
+        v = tl.load(
+            values + at[:, None] + d[None, :] * values_strides[3],
+            mask=v_mask,
+            other=0.0,
+        )
+        total = total * rescale + tl.sum(weight, axis=1)
+        output = output * rescale[:, None]
+        output = tl.dot(weight.to(v.dtype), v, output, input_precision="ieee")
+        maximum = new_maximum
+
+    part = (item * NUM_SPLITS + split) * GROUP + g
+    tl.store(partial_maxima + part, maximum, mask=in_group)
+    tl.store(partial_sums + part, total, mask=in_group)
+    out_offsets = part[:, None] * HEAD_SIZE + d[None, :]
+    tl.store(partial_outputs + out_offsets, output, mask=q_mask)

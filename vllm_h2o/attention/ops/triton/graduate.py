@@ -1,0 +1,153 @@
+"""Graduation: what leaves the ring competes with the lowest of the heavy set."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_h2o.attention.ops.triton.slots import page_offsets
+
+# So far below that no slot is in the unit that begins there.
+NOBODY = tl.constexpr(-(2**30))
+_NEVER_BORN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def unit_values(
+    scores, births, state_strides, table, first_slots, exists, head,
+    position, first_query,
+    MEAN: tl.constexpr, UNIT: tl.constexpr, BLOCK_U: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """What units (tokens or blocks) are compared by, `[len(first_slots)]`.
+
+    value(unit) = sum over its slots of score, or of
+    score / (position - max(birth, first_query)) for MEAN.
+    """
+    within = tl.arange(0, BLOCK_U)[None, :]
+    slots = first_slots[:, None] + within
+    mask = exists[:, None] & (within < UNIT)
+    offsets = page_offsets(table, slots, mask, head, state_strides, BLOCK_SIZE)
+    value = tl.load(scores + offsets, mask=mask, other=0.0)
+    if MEAN:
+        birth = tl.load(births + offsets, mask=mask, other=0)
+        seen = position - tl.maximum(birth, first_query)
+        # Rounded as torch rounds, or equal values would stop being equal.
+        value = tl.div_rn(value, tl.where(mask, seen, 1).to(tl.float32))
+    return tl.sum(value, axis=1)
+
+
+@triton.jit
+def find_lowest(
+    scores, births, state_strides, table, head, position, first_query,
+    PINNED: tl.constexpr, HEAVY: tl.constexpr, MEAN: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """`(value, first slot)` of the lowest heavy unit; of equals the oldest."""
+    candidate = tl.arange(0, CANDIDATES) * UNIT
+    lowest = tl.full([CANDIDATES], float("inf"), tl.float32)
+    oldest = tl.full([CANDIDATES], _NEVER_BORN, tl.int32)
+    loser = tl.full([CANDIDATES], HEAVY, tl.int32)
+    for start in range(PINNED, HEAVY, CANDIDATES * UNIT):
+        slots = start + candidate
+        exists = slots < HEAVY
+        value = unit_values(
+            scores, births, state_strides, table, slots, exists, head,
+            position, first_query, MEAN, UNIT, BLOCK_U, BLOCK_SIZE,
+        )  # fmt: skip
+        offsets = page_offsets(table, slots, exists, head, state_strides, BLOCK_SIZE)
+        birth = tl.load(births + offsets, mask=exists, other=_NEVER_BORN)
+        older = (value == lowest) & (birth < oldest)
+        better = exists & ((value < lowest) | older)
+        lowest = tl.where(better, value, lowest)
+        oldest = tl.where(better, birth, oldest)
+        loser = tl.where(better, slots, loser)
+    minimum = tl.min(lowest, axis=0)
+    oldest = tl.where(lowest == minimum, oldest, _NEVER_BORN)
+    loser = tl.where(oldest == tl.min(oldest, axis=0), loser, HEAVY)
+    return minimum, tl.min(loser, axis=0)
+
+
+@triton.jit
+def find_loser(
+    scores, births, state_strides, table, head, position, first_query, slot,
+    PINNED: tl.constexpr, HEAVY: tl.constexpr, MEAN: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """First slot of the heavy unit that the unit in `slot` replaces, or NOBODY."""
+    lowest, loser = find_lowest(
+        scores, births, state_strides, table, head, position, first_query,
+        PINNED, HEAVY, MEAN, UNIT, BLOCK_U, BLOCK_SIZE, CANDIDATES,
+    )  # fmt: skip
+    leaving_slot = tl.full([1], 0, tl.int32) + slot
+    leaving = unit_values(
+        scores, births, state_strides, table, leaving_slot, leaving_slot >= 0, head,
+        position, first_query, MEAN, UNIT, BLOCK_U, BLOCK_SIZE,
+    )  # fmt: skip
+    return tl.where(tl.max(leaving, axis=0) > lowest, loser, NOBODY)
+
+
+@triton.jit
+def copy_rows(
+    rows, strides, table, source, target, mask, head,
+    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Copy keys or values between slots of a request."""
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    along = dim * strides[3]
+    mask_2d = mask[:, None] & (dim < HEAD_SIZE)
+    origin = page_offsets(table, source, mask, head, strides, BLOCK_SIZE)
+    data = tl.load(rows + origin[:, None] + along, mask=mask_2d)
+    destination = page_offsets(table, target, mask, head, strides, BLOCK_SIZE)
+    tl.store(rows + destination[:, None] + along, data, mask=mask_2d)
+
+
+@triton.jit
+def graduate(
+    keys, key_strides, values, value_strides, births, state_strides, table,
+    head, slot, loser,
+    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    """Move K, V and births of the unit in `slot` over the one in `loser`.
+
+    The caller moves the scores: it rewrites all of them anyway.
+    """
+    within = tl.arange(0, BLOCK_U)
+    mask = within < UNIT
+    source, target = slot + within, loser + within
+    copy_rows(
+        keys, key_strides, table, source, target, mask, head,
+        HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
+    )  # fmt: skip
+    copy_rows(
+        values, value_strides, table, source, target, mask, head,
+        HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
+    )  # fmt: skip
+    origin = page_offsets(table, source, mask, head, state_strides, BLOCK_SIZE)
+    birth = tl.load(births + origin, mask=mask)
+    destination = page_offsets(table, target, mask, head, state_strides, BLOCK_SIZE)
+    tl.store(births + destination, birth, mask=mask)
+
+
+@triton.jit
+def write_token(
+    key, value, keys, key_strides, values, value_strides, births, state_strides,
+    table, head, slot, position,
+    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Put K, V and birth of the new token into `slot`.
+
+    `key` and `value` point to its `[HEAD_SIZE]` vectors of this KV head.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    mask = dim < HEAD_SIZE
+    at = page_offsets(table, slot, True, head, key_strides, BLOCK_SIZE)
+    tl.store(keys + at + dim * key_strides[3], tl.load(key + dim, mask=mask), mask=mask)
+    at = page_offsets(table, slot, True, head, value_strides, BLOCK_SIZE)
+    vector = tl.load(value + dim, mask=mask)
+    tl.store(values + at + dim * value_strides[3], vector, mask=mask)
+    at = page_offsets(table, slot, True, head, state_strides, BLOCK_SIZE)
+    tl.store(births + at, position)

@@ -1,0 +1,291 @@
+"""The decode step on CUDA: two kernels and their scratch.
+
+`attend_kernel` reads the pages split by split, `combine_kernel` merges and
+rewrites what the step changes. Everything the kernels need to know of a step
+is in device tensors and the grid depends on shapes alone, so a step can be
+captured in a CUDA graph and never waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.ops.triton.combine import combine_kernel
+from vllm_h2o.attention.ops.triton.decode import attend_kernel
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.layout import SlotLayout
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_GROUP = 16
+_TILE_BYTES = 16 * 1024
+"""Of K, and of V, per loop step."""
+_PROGRAMS_PER_SM = 4
+SCORE_TILE = 512
+"""Slots whose scores one program updates."""
+CANDIDATE_TILE = 1024
+"""Heavy slots that compete at once."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How `attend_kernel` cuts its work; the result but for rounding is the same.
+
+    Attributes:
+        num_splits: Splits of the slots; None: as many as fill the device.
+        tile_slots: Slots per loop step; None: by the bytes of a slot.
+        num_warps: Of a program.
+        num_stages: Loop steps in flight. The block ids are read ahead of the K
+            and V that they address, so 5 double-buffer K and V.
+    """
+
+    num_splits: int | None = None
+    tile_slots: int | None = None
+    num_warps: int = 4
+    num_stages: int = 5
+
+
+@dataclass(frozen=True)
+class DecodeScratch:
+    """What the kernels of a decode step hand to each other; reused by all layers.
+
+    Attributes:
+        logits: `[max_rows * num_heads * budget]` float32.
+        outputs: `[max_partials * head_size]` float32, one partial per row,
+            split and query head.
+        maxima: `[max_partials]` float32.
+        sums: `[max_partials]` float32.
+        losers: `[max_rows * num_kv_heads]` int32.
+        leaving_scores: `[max_rows * num_kv_heads]` float32.
+        tuning: What it was allocated for.
+    """
+
+    logits: torch.Tensor
+    outputs: torch.Tensor
+    maxima: torch.Tensor
+    sums: torch.Tensor
+    losers: torch.Tensor
+    leaving_scores: torch.Tensor
+    tuning: Tuning
+
+    @classmethod
+    def allocate(
+        cls,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        layout: SlotLayout,
+        device: torch.device,
+        tuning: Tuning | None = None,
+    ) -> DecodeScratch:
+        """Scratch for batches of up to `max_rows` rows."""
+        tuning = tuning or Tuning()
+        partials = num_heads * max(
+            rows * _num_splits(tuning, rows * num_kv_heads, layout, device)
+            for rows in range(1, max_rows + 1)
+        )
+        floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+        return cls(
+            logits=floats(max_rows * num_heads * layout.budget),
+            outputs=floats(partials * head_size),
+            maxima=floats(partials),
+            sums=floats(partials),
+            losers=torch.empty(
+                max_rows * num_kv_heads, dtype=torch.int32, device=device
+            ),
+            leaving_scores=floats(max_rows * num_kv_heads),
+            tuning=tuning,
+        )
+
+
+def decode_resident(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: Pages,
+    rows: ResidentRows,
+    params: DecodeParams,
+    output: torch.Tensor,
+    scratch: DecodeScratch | None = None,
+    *,
+    scored: bool = True,
+) -> None:
+    """See `vllm_h2o.attention.ops.decode_resident`.
+
+    Args:
+        query: As there.
+        key: As there.
+        value: As there.
+        pages: As there, any strides.
+        rows: As there; positions and first queries of any integer type. A row
+            of zeros in the block table reads and writes block 0 only.
+        params: As there.
+        output: As there.
+        scratch: For at least these rows; None allocates it for this call.
+        scored: False leaves scores alone and lets nothing graduate: for a
+            layout without competition, whose scores nobody reads.
+    """
+    num_rows, num_heads, head_size = query.shape
+    num_kv_heads, layout = key.shape[1], params.layout
+    if params.heads is not None:
+        raise ValueError(
+            "H2O on CUDA has no budgets by head yet: use h2o_head_budgets='uniform' "
+            "(--h2o-head-budgets uniform)"
+        )
+    check_supported(query.dtype, head_size, layout.block_size, num_heads, num_kv_heads)
+    _check_strides(query, key, value, pages, rows, output)
+    if num_rows == 0:
+        return
+    if scratch is None:
+        scratch = DecodeScratch.allocate(
+            num_rows, num_heads, num_kv_heads, head_size, layout, query.device
+        )
+    shapes = _shapes(query, num_kv_heads, params, scratch, scored)
+    shared = {
+        "key": key, "key_strides": key.stride()[:2],
+        "value": value, "value_strides": value.stride()[:2],
+        **page_arguments(pages),
+        "table": rows.block_table, "table_stride": rows.block_table.stride(0),
+        "positions": rows.positions,
+        "logits": scratch.logits, "partial_outputs": scratch.outputs,
+        "partial_maxima": scratch.maxima, "partial_sums": scratch.sums,
+        "losers": scratch.losers, "leaving_scores": scratch.leaving_scores,
+        **shapes,
+    }  # fmt: skip
+    attend_kernel[(num_rows, num_kv_heads, shapes["NUM_SPLITS"])](
+        query=query, query_strides=query.stride()[:2],
+        first_queries=rows.first_queries, scale=params.scale, softcap=params.softcap,
+        PINNED=layout.pinned_slots, MEAN=params.mean, SOFTCAP=params.softcap > 0.0,
+        BLOCK_S=_tile_slots(scratch.tuning, query),
+        CANDIDATES=max(1, CANDIDATE_TILE // shapes["BLOCK_U"]),
+        num_warps=scratch.tuning.num_warps, num_stages=scratch.tuning.num_stages,
+        **shared,
+    )  # fmt: skip
+    group = shapes["GROUP"]
+    tile = min(SCORE_TILE, triton.next_power_of_2(layout.budget))
+    programs = max(group, triton.cdiv(layout.budget, tile) if scored else 1)
+    combine_kernel[(num_rows, num_kv_heads, programs)](
+        output=output, output_strides=output.stride()[:2],
+        score_decay=params.score_decay, BLOCK_T=tile,
+        BLOCK_P=triton.next_power_of_2(shapes["NUM_SPLITS"]),
+        num_warps=4, **shared,
+    )  # fmt: skip
+
+
+def page_arguments(pages: Pages) -> dict[str, Any]:
+    """Kernel arguments that address the pages, rows of K and V."""
+    assert pages.scores.stride() == pages.births.stride()
+    keys = pages.keys.transpose(2, 3)
+    return {
+        "keys": keys, "keys_strides": keys.stride(),
+        "values": pages.values, "values_strides": pages.values.stride(),
+        "scores": pages.scores, "births": pages.births,
+        "state_strides": pages.scores.stride(),
+    }  # fmt: skip
+
+
+def check_supported(
+    dtype: torch.dtype,
+    head_size: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Raise ValueError for what the kernels do not have."""
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"H2O on CUDA has no kernel for dtype {dtype} (--dtype): "
+            "use float32, bfloat16 or float16"
+        )
+    if head_size % 16 or head_size > 256 or block_size % 16:
+        raise ValueError(
+            f"H2O on CUDA needs a head size ({head_size}) of at most 256 and a "
+            f"--block-size ({block_size}), both multiples of 16"
+        )
+    if num_heads > _MAX_GROUP * num_kv_heads:
+        raise ValueError(
+            f"H2O on CUDA shares a KV head among at most {_MAX_GROUP} query heads, "
+            f"this model has {num_heads} over {num_kv_heads}: drop --kv-policy"
+        )
+
+
+def _check_strides(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: Pages,
+    rows: ResidentRows,
+    output: torch.Tensor,
+) -> None:
+    for tensor in (query, key, value, output):
+        assert tensor.dtype == query.dtype == pages.keys.dtype
+        assert tensor.stride(2) == 1
+    assert rows.block_table.dtype == torch.int32
+    assert rows.block_table.stride(1) == 1
+    assert rows.positions.is_contiguous() and rows.first_queries.is_contiguous()
+
+
+def _shapes(
+    query: torch.Tensor,
+    num_kv_heads: int,
+    params: DecodeParams,
+    scratch: DecodeScratch,
+    scored: bool,
+) -> dict[str, Any]:
+    """The compile-time constants that both kernels share."""
+    num_rows, num_heads, head_size = query.shape
+    layout = params.layout
+    tile = _tile_slots(scratch.tuning, query)
+    splits = _num_splits(scratch.tuning, num_rows * num_kv_heads, layout, query.device)
+    split_slots = triton.cdiv(triton.cdiv(layout.budget, splits), tile) * tile
+    splits = triton.cdiv(layout.budget, split_slots)
+    group = num_heads // num_kv_heads
+    _check_capacity(scratch, num_rows * num_heads * splits, head_size)
+    assert num_rows * num_heads * layout.budget <= scratch.logits.numel()
+    unit = layout.block_size if layout.whole_blocks else 1
+    return {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": layout.block_size, "HEAVY": layout.heavy_slots,
+        "BUDGET": layout.budget, "UNIT": unit, "SCORED": scored,
+        "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
+        "NUM_SPLITS": splits, "SPLIT_SLOTS": split_slots,
+        # Tensor cores multiply 16 rows at least.
+        "BLOCK_G": 16, "BLOCK_D": triton.next_power_of_2(head_size),
+        "BLOCK_U": triton.next_power_of_2(unit),
+    }  # fmt: skip
+
+
+def _check_capacity(scratch: DecodeScratch, partials: int, head_size: int) -> None:
+    assert partials <= scratch.maxima.numel(), "scratch of fewer rows or splits"
+    assert partials * head_size <= scratch.outputs.numel(), "scratch of a smaller head"
+
+
+def _tile_slots(tuning: Tuning, query: torch.Tensor) -> int:
+    if tuning.tile_slots is not None:
+        return tuning.tile_slots
+    row_bytes = triton.next_power_of_2(query.shape[2]) * query.element_size()
+    return min(max(_TILE_BYTES // row_bytes, 16), 128)
+
+
+def _num_splits(
+    tuning: Tuning, items: int, layout: SlotLayout, device: torch.device
+) -> int:
+    """Splits for a batch of `items` rows times KV heads."""
+    if tuning.num_splits is not None:
+        return tuning.num_splits
+    wanted = triton.cdiv(_PROGRAMS_PER_SM * num_sms(device), items)
+    return max(1, min(wanted, layout.budget // 128))
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors; off CUDA (the interpreter) one."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

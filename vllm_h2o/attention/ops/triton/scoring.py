@@ -1,0 +1,229 @@
+"""Prompt scores: the attention that observation queries put on each token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_h2o.attention.ops.triton.launch import check_supported, num_sms
+from vllm_h2o.attention.ops.triton.slots import page_offsets, soft_capped
+from vllm_h2o.attention.pages import Pages
+
+_QUERY_TILE_BYTES = 32 * 1024
+_KEY_TILE_BYTES = 16 * 1024
+# Differ from prompt to prompt: one compilation must serve them all.
+_VARYING = ["num_queries", "first_position"]
+
+
+@triton.jit
+def tile_logits(
+    q, keys, keys_strides, blocks, kv_head, tokens, visible, scale, softcap,
+    SOFTCAP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Logits of the queries `q` against the prompt's `tokens` in its pages."""
+    d = tl.arange(0, BLOCK_D)
+    at = page_offsets(blocks, tokens, visible, kv_head, keys_strides, BLOCK_SIZE)
+    k = tl.load(
+        keys + at[None, :] + d[:, None] * keys_strides[3],
+        mask=(d < HEAD_SIZE)[:, None] & visible[None, :],
+        other=0.0,
+    )
+    z = tl.dot(q, k, input_precision="ieee") * scale
+    return soft_capped(z, softcap, SOFTCAP)
+
+
+@triton.jit
+def load_queries(
+    query, query_strides, head, rows, num_queries,
+    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`[len(rows), BLOCK_D]` queries of a head, zero past the last."""
+    d = tl.arange(0, BLOCK_D)
+    offsets = rows.to(tl.int64)[:, None] * query_strides[0] + d[None, :]
+    mask = (rows < num_queries)[:, None] & (d < HEAD_SIZE)[None, :]
+    return tl.load(query + head * query_strides[1] + offsets, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "split_tokens"])
+def lse_kernel(
+    query, query_strides, keys, keys_strides, blocks, lse,
+    num_queries, first_position, split_tokens, scale, softcap,
+    SOFTCAP: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of the logits of each query, for one split of the tokens.
+
+        lse[i,h,q] = log sum over t <= first_position + q in split i of
+                     exp(scale * query[q,h] . keys[h's KV head,t], soft-capped)
+
+    Grid `(query tiles, num_heads, splits)`; lse: `[splits, num_heads, num_queries]`
+    float32, -inf where a query sees nothing of a split.
+
+    Reference: torch.logsumexp of the logits in policy/scores.py.
+    """
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    q = load_queries(query, query_strides, head, rows, num_queries, HEAD_SIZE, BLOCK_D)
+    start = split * split_tokens
+    seen = first_position + tl.minimum((tile + 1) * BLOCK_Q, num_queries)
+    end = tl.minimum(start + split_tokens, seen)
+    maximum = tl.full([BLOCK_Q], -1.0e38, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    for first in range(start, end, BLOCK_K):
+        tokens = first + tl.arange(0, BLOCK_K)
+        z = tile_logits(
+            q, keys, keys_strides, blocks, head // GROUP, tokens, tokens < end,
+            scale, softcap, SOFTCAP, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        )  # fmt: skip
+        visible = tokens[None, :] <= first_position + rows[:, None]
+        z = tl.where(visible & (tokens < end)[None, :], z, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(z, axis=1))
+        total = total * tl.exp(maximum - new_maximum)
+        total += tl.sum(tl.exp(z - new_maximum[:, None]), axis=1)
+        maximum = new_maximum
+    at = (split * tl.num_programs(1) + head).to(tl.int64) * num_queries + rows
+    tl.store(lse + at, maximum + tl.log(total), mask=rows < num_queries)
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "scores_stride"])
+def observe_kernel(
+    query, query_strides, keys, keys_strides, blocks, lse, weights, scores,
+    scores_stride, num_queries, first_position, scale, softcap,
+    SOFTCAP: tl.constexpr, DECAYS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the attention that one tile of tokens receives to its scores.
+
+        A[h,q,t]    = exp(scale * query[q,h] . keys[g,t] - lse[h,q]), t <= q
+        scores[g,t] += sum over q, h in g of weights[q] * A[h,q,t]
+
+    Grid `(tiles of tokens, num_kv_heads)`: tokens outside, queries inside, so
+    nothing is shared between programs and the sums have one order.
+
+    Reference: policy/scores.py::observe, but for its decay of older scores.
+    """
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    num_tokens = first_position + num_queries
+    tokens = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    exists = tokens < num_tokens
+    received = tl.zeros([BLOCK_K], tl.float32)
+    # Queries before the tile's first token see none of it.
+    first_row = tl.maximum(tile * BLOCK_K - first_position, 0) // BLOCK_Q * BLOCK_Q
+    for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+        for start in range(first_row, num_queries, BLOCK_Q):
+            rows = start + tl.arange(0, BLOCK_Q)
+            in_batch = rows < num_queries
+            q = load_queries(
+                query, query_strides, head, rows, num_queries, HEAD_SIZE, BLOCK_D
+            )
+            z = tile_logits(
+                q, keys, keys_strides, blocks, kv_head, tokens, exists,
+                scale, softcap, SOFTCAP, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+            )  # fmt: skip
+            row_lse = tl.load(
+                lse + head * num_queries + rows,
+                mask=in_batch,
+                other=float("inf"),
+            )
+            visible = tokens[None, :] <= first_position + rows[:, None]
+            probs = tl.where(visible, tl.exp(z - row_lse[:, None]), 0.0)
+            if DECAYS:
+                weight = tl.load(weights + rows, mask=in_batch, other=0.0)
+                probs *= weight[:, None]
+            received += tl.sum(probs, axis=0)
+    at = kv_head * scores_stride + tokens
+    old = tl.load(scores + at, mask=exists, other=0.0)
+    tl.store(scores + at, old + received, mask=exists)
+
+
+def observe(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    *,
+    scale: float,
+    score_decay: float,
+    softcap: float = 0.0,
+    scores: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`vllm_h2o.policy.scores.observe`, with the keys in their pages.
+
+    Args:
+        query: `[m, num_heads, head_size]`, queries at positions
+            `first_position ..+ m`, after RoPE.
+        pages: The layer's pages, any strides.
+        dense_blocks: `[>= cdiv(first_position + m, block_size)]` block ids of
+            the prompt.
+        first_position: Position of `query[0]`.
+        scale: Softmax scale.
+        score_decay: Factor per newer query, 1.0 accumulates.
+        softcap: Logit soft cap, 0 for none.
+        scores: `[num_kv_heads, >= first_position + m]` float32 partial sums of
+            earlier queries, updated in place; None starts from zero.
+        lse: `[num_heads, m]` float32 log-sum-exp (natural) of each query's
+            logits over all it sees, as flash attention returns it; None
+            computes it.
+
+    Returns:
+        `scores`, or a new `[num_kv_heads, first_position + m]` float32 tensor.
+    """
+    num_queries, num_heads, head_size = query.shape
+    _, num_kv_heads, _, block_size = pages.keys.shape
+    check_supported(query.dtype, head_size, block_size, num_heads, num_kv_heads)
+    assert query.stride(2) == 1 and dense_blocks.is_contiguous()
+    num_tokens = first_position + num_queries
+    if scores is None:
+        scores = torch.zeros(num_kv_heads, num_tokens, device=query.device)
+    elif score_decay != 1.0:
+        scores.mul_(score_decay**num_queries)
+    assert scores.stride(1) == 1
+    keys = pages.keys.transpose(2, 3)
+    block_d = triton.next_power_of_2(head_size)
+    row_bytes = block_d * query.element_size()
+    shared = {
+        "query": query, "query_strides": query.stride()[:2],
+        "keys": keys, "keys_strides": keys.stride(), "blocks": dense_blocks,
+        "num_queries": num_queries, "first_position": first_position,
+        "scale": scale, "softcap": softcap, "SOFTCAP": softcap > 0.0,
+        "GROUP": num_heads // num_kv_heads, "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": block_size, "BLOCK_D": block_d,
+        "BLOCK_Q": min(64, _tile(_QUERY_TILE_BYTES, row_bytes)),
+        "BLOCK_K": _tile(_KEY_TILE_BYTES, row_bytes),
+        "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip
+    if lse is None:
+        lse = _log_sum_exp(shared, num_heads, num_tokens)
+    assert lse.shape == (num_heads, num_queries) and lse.is_contiguous()
+    weights = lse
+    if score_decay != 1.0:
+        age = torch.arange(num_queries - 1, -1, -1, device=query.device)
+        weights = torch.pow(torch.full_like(age, score_decay, dtype=torch.float32), age)
+    observe_kernel[(triton.cdiv(num_tokens, shared["BLOCK_K"]), num_kv_heads)](
+        lse=lse, weights=weights, scores=scores, scores_stride=scores.stride(0),
+        DECAYS=score_decay != 1.0, **shared,
+    )  # fmt: skip
+    return scores
+
+
+def _log_sum_exp(shared: dict, num_heads: int, num_tokens: int) -> torch.Tensor:
+    """`[num_heads, num_queries]` float32, over splits that fill the device."""
+    query, num_queries = shared["query"], shared["num_queries"]
+    tiles = triton.cdiv(num_queries, shared["BLOCK_Q"])
+    key_tiles = triton.cdiv(num_tokens, shared["BLOCK_K"])
+    wanted = triton.cdiv(4 * num_sms(query.device), tiles * num_heads)
+    split_tokens = triton.cdiv(key_tiles, min(wanted, key_tiles)) * shared["BLOCK_K"]
+    splits = triton.cdiv(num_tokens, split_tokens)
+    shape = (splits, num_heads, num_queries)
+    lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    lse_kernel[(tiles, num_heads, splits)](lse=lse, split_tokens=split_tokens, **shared)
+    return lse[0] if splits == 1 else lse.logsumexp(dim=0)
+
+
+def _tile(tile_bytes: int, row_bytes: int) -> int:
+    return min(max(tile_bytes // row_bytes, 16), 128)
