@@ -1,9 +1,11 @@
 """Tensor parallel: two ranks choose for their own KV heads and agree with one."""
 
 import pytest
+import torch
 
 from tests.engine.helpers import assert_pool_whole, engine, greedy
 from tests.engine.tiny_models import random_prompts, save_llama
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 pytestmark = pytest.mark.engine
 
@@ -42,8 +44,16 @@ def run(model, size):
     return tokens, logprobs, survivors
 
 
-def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("budgets", ["uniform", "by head"])
+def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets):
     model = save_llama(tmp_path)
+    if budgets == "by head":
+        # Falls that differ by layer and head; both ranks have rich and poor ones.
+        curves = [
+            [[s, s / 9, s / 90] for s in torch.logspace(-3, 0, 4).roll(i).tolist()]
+            for i in range(4)
+        ]
+        HeadProfile([64, 128, 512], curves).save(model / FILE_NAME)
     tokens, logprobs, survivors = run(model, 1)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     tokens_2, logprobs_2, survivors_2 = run(model, 2)

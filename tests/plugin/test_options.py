@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vllm_h2o.core.settings import h2o_config, parse_settings
 from vllm_h2o.plugin.validate import check_vllm_config
 from vllm_h2o.policy.config import PRESETS, H2OConfig, resolve_config
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 MODEL = str(ensure_model())
 
@@ -42,6 +44,7 @@ MODEL = str(ensure_model())
         ("score_decay", 1.1, "from 0.0 to 1.0"),
         ("score_decay", -1, "from 0.0 to 1.0"),
         ("eviction_unit", "page", "token, block"),
+        ("head_budgets", "", "'uniform', 'auto'"),
     ],
 )
 def test_bad_value_names_option_value_and_fix(option, value, fix):
@@ -80,6 +83,14 @@ def test_bad_value_names_option_value_and_fix(option, value, fix):
         (
             {"enable_h2o": False, "h2o_budget": 64},
             ["h2o_budget=64", "enable_h2o=False"],
+        ),
+        (
+            {
+                "kv_policy": "h2o",
+                "h2o_head_budgets": "heads.json",
+                "h2o_eviction_unit": "block",
+            },
+            ["h2o_head_budgets='heads.json'", "h2o_eviction_unit='token'", "'uniform'"],
         ),
         (
             {"kv_policy": "streaming", "h2o_eviction_unit": "block"},
@@ -201,8 +212,38 @@ def test_fields_assigned_later_count():
     args = EngineArgs(model=MODEL, dtype="float32", max_model_len=1024)
     args.kv_policy, args.h2o_budget = "h2o", 512
     config = args.create_engine_config()
-    assert h2o_config(config) == H2OConfig(budget=512)
+    assert h2o_config(config) == replace(PRESETS["h2o"], budget=512)
     assert config.scheduler_config.scheduler_cls.endswith("H2OScheduler")
+
+
+def head_profile(path, layers, heads):
+    curve = [0.1, 0.01]
+    HeadProfile([64, 512], [[curve] * heads] * layers).save(path)
+    return str(path)
+
+
+def test_head_profile_of_another_model_is_refused(model_of, tmp_path):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"h2o_budget": 256}
+    right = head_profile(tmp_path / "right.json", layers=2, heads=2)
+    args = EngineArgs(
+        kv_policy="h2o", h2o_head_budgets=right, dtype="float32", **options
+    )
+    assert h2o_config(args.create_engine_config()).head_budgets == right
+    for layers, heads in ((3, 2), (2, 4)):
+        # What the model's own folder holds is found without being named.
+        head_profile(tmp_path / FILE_NAME, layers, heads)
+        args = EngineArgs(kv_policy="h2o", dtype="float32", **options)
+        with pytest.raises(ValueError) as error:
+            args.create_engine_config()
+        for part in ("--h2o-head-budgets", f"{layers} layers of {heads}", "uniform"):
+            assert part in str(error.value)
+
+
+def test_missing_head_profile_is_named(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"h2o_head_budgets": "no.json"}
+    args = EngineArgs(kv_policy="h2o", dtype="float32", **options)
+    with pytest.raises(ValueError, match="no.json is no head profile.*calibrate"):
+        args.create_engine_config()
 
 
 def test_kv_connector_is_refused(model_of):
@@ -335,7 +376,9 @@ def test_official_spelling_gives_the_same_config(model_of):
         worker_cls="vllm_h2o.plugin.worker.H2OCPUWorker",
         additional_config={"h2o": settings},
     )
-    assert h2o_config(args.create_engine_config()) == H2OConfig(budget=512)
+    assert h2o_config(args.create_engine_config()) == replace(
+        PRESETS["h2o"], budget=512
+    )
 
 
 def test_presets_and_overrides():
@@ -356,11 +399,13 @@ def test_command_line():
     line = (
         f"--model {MODEL} --kv-policy h2o --h2o-budget 20% --h2o-recent-ratio 0.25 "
         "--h2o-sinks 0 --h2o-observation-window all --h2o-pooling 1 --h2o-score sum "
-        "--h2o-score-decay 0.9 --h2o-eviction-unit block"
+        "--h2o-score-decay 0.9 --h2o-eviction-unit block --h2o-head-budgets uniform"
     )
     args = AsyncEngineArgs.from_cli_args(parser().parse_args(line.split()))
     config = parse_settings(args.additional_config["h2o"])
-    assert config == H2OConfig("h2o", "20%", 0.25, 0, "all", 1, "sum", 0.9, "block")
+    assert config == H2OConfig(
+        "h2o", "20%", 0.25, 0, "all", 1, "sum", 0.9, "block", "uniform"
+    )
     args = AsyncEngineArgs.from_cli_args(
         parser().parse_args(f"--model {MODEL}".split())
     )

@@ -1,0 +1,56 @@
+"""The head profile is measured, not made up: on a tiny model it is what it must be."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_h2o.calibrate import GRID_SHARES, OBSERVED, measure
+
+LENGTH = 2 * OBSERVED + 64
+
+
+def model_of(**changes):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        **changes,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def text():
+    return torch.randint(64, (LENGTH,)).tolist()
+
+
+def test_errors_fall_and_a_head_that_writes_nothing_has_none():
+    model = model_of()
+    # KV head 1 of layer 0: query heads 2 and 3.
+    model.model.layers[0].self_attn.o_proj.weight.data[:, 64:] = 0.0
+    profile = measure(model, [text(), text()], "tiny")
+    assert (profile.num_layers, profile.num_kv_heads) == (2, 2)
+    assert len(profile.grid_tokens) == len(GRID_SHARES)
+    assert profile.errors[0][1] == [0.0] * len(GRID_SHARES)
+    for layer, head in ((0, 0), (1, 0), (1, 1)):
+        curve = profile.errors[layer][head]
+        assert curve[0] > 2 * curve[-1] > 0.0
+
+
+def test_the_measured_model_computes_what_it_did():
+    model, tokens = model_of(), torch.tensor([text()])
+    with torch.no_grad():
+        before = model(tokens).logits
+        measure(model, [text()], "tiny")
+        torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-5)
+
+
+def test_texts_must_be_long_and_alike():
+    with pytest.raises(ValueError, match=f"more than {2 * OBSERVED} tokens"):
+        measure(model_of(), [text(), text()[:-1]], "tiny")
+    with pytest.raises(ValueError, match=r"\[40\] tokens"):
+        measure(model_of(), [text()[:40]], "tiny")
