@@ -92,6 +92,7 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
         if metadata.stock is not None:
             self._forward_prompts(layer, query, key, value, kv_cache, metadata, output)
         if metadata.resident is not None:
+            self._part_ways(metadata)
             self._forward_residents(query, key, value, metadata, output)
         return output
 
@@ -109,6 +110,22 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             heads=self.heads.slots() if self.heads else None,
         )
         self._cache_address = kv_cache.data_ptr()
+
+    def _part_ways(self, metadata: H2OMetadata) -> None:
+        """Give heads their own slots in rows that have just filled the budget.
+
+        The first layer does it for all: a page that a layer borrows must not be
+        written while its lender still has tokens there.
+        """
+        if self.heads is None or not metadata.filled:
+            return
+        assert metadata.resident is not None
+        for layer in self.heads.members:
+            impl = layer.impl
+            impl._bind(layer.kv_cache, metadata)
+            for row in metadata.filled:
+                part_ways(impl._pages, row, metadata.resident, impl.h2o, impl._params)
+        metadata.filled = []
 
     def _forward_prompts(
         self,
@@ -156,9 +173,6 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
         else:
             query, key, value = query[tokens], key[tokens], value[tokens]
             part = torch.empty_like(output[: len(tokens)])
-        if self._params.heads is not None:
-            for row in metadata.filled:
-                part_ways(self._pages, row, metadata.resident, self.h2o, self._params)
         decode_resident(
             query, key, value, self._pages, metadata.resident, self._params, part
         )

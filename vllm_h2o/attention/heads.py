@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from vllm_h2o.attention.ops import HeadSlots
 from vllm_h2o.attention.pages import Pages
@@ -24,17 +23,18 @@ class LayerHeads:
         layouts: `[num_kv_heads]` slots of each of this rank's heads.
         pages: `[num_kv_heads][blocks]` where their pages are.
         layer: Index of this layer among the evicting ones.
-        caches: Returns the KV cache of every evicting layer, as vLLM bound it.
+        members: All evicting layers, vLLM's `Attention` modules, in the order of
+            the model.
     """
 
     layouts: Sequence[SlotLayout]
     pages: Sequence[Sequence[PageOf]]
     layer: int
-    caches: Callable[[], list[torch.Tensor]]
+    members: Sequence[Any]
 
     def slots(self) -> HeadSlots:
         """With the pages of all layers, which are there once the cache is bound."""
-        layers = [Pages.view(cache) for cache in self.caches()]
+        layers = [Pages.view(member.kv_cache) for member in self.members]
         return HeadSlots(self.layouts, self.pages, layers, self.layer)
 
 
@@ -54,7 +54,7 @@ def split(
     layout: SlotLayout,
     max_blocks: int,
     kv_heads: slice,
-    caches: Callable[[], list[torch.Tensor]],
+    members: Sequence[Any],
 ) -> list[LayerHeads]:
     """Budgets of every evicting layer.
 
@@ -64,7 +64,7 @@ def split(
         layout: The slots of a head on average.
         max_blocks: Blocks of the longest sequence.
         kv_heads: This rank's of the model's KV heads.
-        caches: See `LayerHeads`.
+        members: See `LayerHeads`.
 
     Returns:
         One entry per evicting layer, in the order of the model.
@@ -77,7 +77,7 @@ def split(
             [SlotLayout.of_blocks(config, layout.block_size, n) for n in blocks[i]],
             pages[i],
             i,
-            caches,
+            members,
         )
         for i in range(len(blocks))
     ]

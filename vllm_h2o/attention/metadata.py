@@ -62,7 +62,8 @@ class H2OMetadata:
         observed: Those of them with observation queries.
         resident: The resident rows, or None.
         resident_tokens: `[num_rows]` int64 indices; None: the whole batch.
-        filled: Resident rows that have just filled the budget.
+        filled: Resident rows that have just filled the budget and whose heads have
+            not parted ways yet.
     """
 
     num_actual_tokens: int

@@ -85,7 +85,7 @@ class H2OCPUWorker(CPUWorker):
             builder.layout,
             builder.spec.dense_columns,
             slice(first, first + count),
-            lambda: [layer.kv_cache for layer in layers],
+            layers,
         )
         for layer, mine in zip(layers, heads, strict=True):
             layer.impl.heads = mine
