@@ -147,7 +147,7 @@ def _counting(rng, size, depth, essays):
     """The depth is where the first of the counted words stands."""
     word, count = rng.choice(WORDS), rng.randrange(2, 6)
     others = [w for w in WORDS if w != word]
-    words = [rng.choice(others) for _ in range(size // 8)]
+    words = [rng.choice(others) for _ in range(size // 4)]
     first = round(depth * (len(words) - 2 * count))
     for at in [first, *rng.sample(range(first + 1, len(words)), count - 1)]:
         words[at] = word
