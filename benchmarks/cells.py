@@ -20,7 +20,11 @@ from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import STOCK, Job, check_system
 from benchmarks.workloads import SOTU, WORKLOADS, Workload, prompt_source
 
-ENGINE_ARGS = {"dtype": "float32", "block_size": 32, "enforce_eager": True}
+ENGINE_ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 32,
+    "enforce_eager": True,
+}
 
 Measure = Callable[[Job], list[dict[str, Any]]]
 """Runs a job where it belongs; one measurement per repeat."""

@@ -96,12 +96,14 @@ def _workload_name(result: Mapping[str, Any]) -> str:
     return name if result["scale"] == 1 else f"{name} x{result['scale']:g}"
 
 
-def append_rows(path: Path, new: Iterable[Mapping[str, Any]]) -> None:
+def append_rows(
+    path: Path, new: Iterable[Mapping[str, Any]], fields: Sequence[str] = FIELDS
+) -> None:
     """Add rows to a CSV, with a header if it is new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, fields)
         if is_new:
             writer.writeheader()
         writer.writerows(new)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from benchmarks.quality.cells import (
     BLOCK_SIZE,
@@ -29,8 +31,9 @@ from benchmarks.quality.cells import (
     RETRIEVAL,
     Cell,
     Rows,
-    run_in_process,
+    run_apart,
 )
+from benchmarks.report import append_rows
 from benchmarks.smollm2 import ensure_model
 
 FIELDS = (
@@ -62,9 +65,7 @@ def main() -> None:
     """Measure what the CSV lacks, then draw."""
     args = parse_args()
     path = Path(args.output)
-    known = {(row["policy"], row["system"], row["metric"], row["budget_fraction"],
-              row["context_tokens"], row["model"], row["seed"])
-             for row in read(path)}  # fmt: skip
+    known = {key_of(row) for row in read(path)}
     folder = args.references or tempfile.mkdtemp(prefix="vllm_h2o_quality_")
     for cell in grid(args, folder):
         if args.only and not any(part in str(cell) for part in args.only):
@@ -73,11 +74,11 @@ def main() -> None:
             continue
         start = time.monotonic()
         try:
-            rows = run_in_process(cell)
-        except RuntimeError as error:
-            print(error, flush=True)
+            rows = run_apart(cell)
+        except subprocess.CalledProcessError:
+            print(f"failed, and left out: {cell}", flush=True)
             continue
-        append(path, cell, rows)
+        append_rows(path, csv_rows(cell, rows), FIELDS)
         shown = ", ".join(f"{name} {value:.4f}" for name, value, _ in rows[:4])
         print(
             f"{cell.system} {cell.name} {cell.work} {cell.budget_tokens} tokens: "
@@ -189,45 +190,36 @@ def done(cell: Cell, known: set[tuple[str, ...]]) -> bool:
         name = "generated.json" if cell.work == GENERATION else "0.npy"
         if not (Path(cell.references) / name).exists():
             return False
-    metric = {
-        LOSS: "loss_nats",
-        GENERATION: "repetition_rate",
-        RETRIEVAL: "exact_match_passkey_"
-        + ("known" if cell.question_known else "unknown"),
-    }[cell.work]
-    key = (cell.name, cell.system, metric, fraction_of(cell))
-    return (
-        *key,
-        str(cell.context_tokens),
-        Path(cell.model).name,
-        str(cell.seed),
-    ) in known
+    first = {LOSS: "loss_nats", GENERATION: "repetition_rate"}.get(cell.work)
+    if first is None:
+        asked = "known" if cell.question_known else "unknown"
+        first = f"exact_match_{cell.tasks[0]}_{asked}"
+    (row,) = csv_rows(cell, [(first, 0.0, cell.samples)])
+    return key_of(row) in known
 
 
-def append(path: Path, cell: Cell, rows: Rows) -> None:
-    """Add a cell's rows to the CSV."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if new:
-            writer.writeheader()
-        for metric, value, samples in rows:
-            writer.writerow(
-                {
-                    "policy": cell.name,
-                    "system": cell.system,
-                    "metric": metric,
-                    "budget_fraction": fraction_of(cell),
-                    "value": f"{value:.5f}",
-                    "samples": samples,
-                    "context_tokens": cell.context_tokens,
-                    "model": Path(cell.model).name,
-                    "seed": cell.seed,
-                    "vllm_version": version("vllm"),
-                    "date": datetime.date.today().isoformat(),
-                }
-            )
+def key_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """All of a CSV row but what was measured, and when."""
+    varies = ("value", "vllm_version", "date")
+    return tuple(str(row[name]) for name in FIELDS if name not in varies)
+
+
+def csv_rows(cell: Cell, rows: Rows) -> list[dict[str, Any]]:
+    """What a cell measured, as rows of the CSV."""
+    common = {
+        "policy": cell.name,
+        "system": cell.system,
+        "budget_fraction": fraction_of(cell),
+        "context_tokens": cell.context_tokens,
+        "model": Path(cell.model).name,
+        "seed": cell.seed,
+        "vllm_version": version("vllm"),
+        "date": datetime.date.today().isoformat(),
+    }
+    return [
+        common | {"metric": metric, "value": f"{value:.5f}", "samples": samples}
+        for metric, value, samples in rows
+    ]
 
 
 if __name__ == "__main__":

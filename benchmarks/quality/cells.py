@@ -1,31 +1,31 @@
 """One measurement: a system under a policy and a budget, at one kind of work.
 
-Every cell runs in a process of its own (`run_in_process`), so that its memory is
-gone after it; what it measured comes back as rows of the CSV.
+Every cell runs in a process of its own (`run_apart`), so that its memory is gone
+after it; what it measured comes back as rows of the CSV.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cells import ENGINE_ARGS
+from benchmarks.process import run_in_process
 from benchmarks.quality.reading import ForcedRecord
 from benchmarks.quality.tasks import Question, questions
-from benchmarks.quality.texts import texts
+from benchmarks.quality.texts import KINDS, texts
 from benchmarks.smollm2 import ensure_model
 
 FULL = "full"
 ENGINE, KVPRESS, BLOCKS = "vllm_h2o", "kvpress", "shared_blocks"
 LOSS, RETRIEVAL, GENERATION = "loss", "retrieval", "generation"
-BLOCK_SIZE = 32
+BLOCK_SIZE = ENGINE_ARGS["block_size"]
 ANSWER_TOKENS = 24
 NGRAM = 4
+_POOL_GIB = "VLLM_CPU_KVCACHE_SPACE"
 
 
 @dataclass(frozen=True)
@@ -74,32 +74,33 @@ class Cell:
         """What the CSV calls the policy."""
         return self.label or self.policy
 
+    @property
+    def samples(self) -> int:
+        """Predictions, questions per task or texts behind its first metric."""
+        if self.work == RETRIEVAL:
+            return len(self.depths) * self.per_depth
+        texts = len(KINDS) * self.per_kind
+        return texts * self.scored_tokens if self.work == LOSS else texts
+
 
 Rows = list[tuple[str, float, int]]
 """`(metric, value, samples)`."""
 
 
-def run_in_process(cell: Cell) -> Rows:
-    """Run one cell in a fresh process.
+def run_apart(cell: Cell) -> Rows:
+    """Run one cell in a process of its own.
 
     Raises:
-        RuntimeError: It failed; the message ends with what it printed.
+        subprocess.CalledProcessError: It failed; its traceback is on stderr.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "rows.json"
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        command = [sys.executable, "-m", "benchmarks.quality.cells"]
-        done = subprocess.run(
-            [*command, json.dumps(asdict(cell)), str(result)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{cell} failed:\n{done.stdout[-3000:]}")
-        return [tuple(row) for row in json.loads(result.read_text())]
+    env = {} if _POOL_GIB in os.environ else {_POOL_GIB: "2"}
+    rows = run_in_process("benchmarks.quality.cells:run_job", asdict(cell), env)
+    return [tuple(row) for row in rows]
+
+
+def run_job(job: dict[str, Any]) -> Rows:
+    """Run a cell that came as JSON."""
+    return run(Cell(**job))
 
 
 def run(cell: Cell) -> Rows:
@@ -221,8 +222,3 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     pairs = zip(a, b, strict=False)
     same = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
     return min(len(a), len(b)) if same is None else same
-
-
-if __name__ == "__main__":
-    given, target = sys.argv[1:]
-    Path(target).write_text(json.dumps(run(Cell(**json.loads(given)))))

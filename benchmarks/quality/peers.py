@@ -45,6 +45,7 @@ from benchmarks.quality.reading import (
     answer_greedily,
     force,
     record_all,
+    stop_token_ids,
     write_reference,
 )
 
@@ -125,8 +126,7 @@ class PeerRunner:
         self.interval_tokens = interval_tokens
         self.time_ordered = time_ordered
         self.seed = seed
-        stop = self.model.generation_config.eos_token_id
-        self.stop_token_ids = set(stop if isinstance(stop, list) else [stop])
+        self.stops = stop_token_ids(self.model)
 
     def forced(
         self,
@@ -172,7 +172,7 @@ class PeerRunner:
                 question,
                 max_tokens,
                 question_known,
-                self.stop_token_ids,
+                self.stops,
             )
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 
 class Reader(Protocol):
@@ -145,6 +146,12 @@ def force(
     return records
 
 
+def stop_token_ids(model: PreTrainedModel) -> set[int]:
+    """The tokens that end an answer, by the model's generation config."""
+    stop = model.generation_config.eos_token_id
+    return set(stop if isinstance(stop, list) else [stop])
+
+
 @torch.no_grad()
 def answer_greedily(
     reader: Reader,
@@ -152,7 +159,7 @@ def answer_greedily(
     question: list[int],
     max_tokens: int,
     question_known: bool,
-    stop_token_ids: set[int],
+    stops: set[int],
 ) -> list[int]:
     """The greedy answer, without the stop token.
 
@@ -163,7 +170,7 @@ def answer_greedily(
         max_tokens: of the answer.
         question_known: compress after context and question; else after the
             context, and read the question token by token while evicting.
-        stop_token_ids: end the answer.
+        stops: tokens that end it.
     """
     prompt, rest = (context + question, []) if question_known else (context, question)
     logits = reader.read(torch.tensor([prompt]))
@@ -172,7 +179,7 @@ def answer_greedily(
     answer: list[int] = []
     while len(answer) < max_tokens:
         token = int(logits[0].argmax())
-        if token in stop_token_ids:
+        if token in stops:
             break
         answer.append(token)
         if len(answer) < max_tokens:

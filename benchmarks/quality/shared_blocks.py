@@ -19,7 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.quality.reading import ForcedRecord, answer_greedily, force
+from benchmarks.quality.reading import (
+    ForcedRecord,
+    answer_greedily,
+    force,
+    stop_token_ids,
+)
 
 ATTENTION = "shared_blocks"
 SHARED_BY = ("head", "layer", "model")
@@ -246,8 +251,7 @@ class SharedBlocks:
         self.model = AutoModelForCausalLM.from_pretrained(
             model_folder, dtype=torch.float32, attn_implementation=ATTENTION
         ).eval()
-        stop = self.model.generation_config.eos_token_id
-        self.stop_token_ids = set(stop if isinstance(stop, list) else [stop])
+        self.stops = stop_token_ids(self.model)
 
     def forced(
         self,
@@ -281,5 +285,5 @@ class SharedBlocks:
             question,
             max_tokens,
             question_known,
-            self.stop_token_ids,
+            self.stops,
         )

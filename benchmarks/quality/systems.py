@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.quality.cells import BLOCK_SIZE, BLOCKS, ENGINE, FULL, KVPRESS, Cell
+from benchmarks.cells import ENGINE_ARGS
+from benchmarks.quality.cells import BLOCKS, ENGINE, FULL, KVPRESS, Cell
 from benchmarks.quality.reading import ForcedRecord
 
 
@@ -62,12 +63,10 @@ class Engine:
         self.policy = cell.policy
         self.llm = LLM(
             cell.model,
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK_SIZE,
             max_model_len=cell.context_tokens + 64,
             enable_prefix_caching=False,
             logits_processors=["benchmarks.forcing:ForcedTokens"],
+            **ENGINE_ARGS,
             **h2o,
         )
         self.tokenizer = self.llm.get_tokenizer()

@@ -8,7 +8,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.quality.__main__ import FIELDS, append, done, grid, read, tokens_of
+from benchmarks.quality.__main__ import (
+    FIELDS,
+    csv_rows,
+    done,
+    grid,
+    key_of,
+    read,
+    tokens_of,
+)
 from benchmarks.quality.cells import (
     BLOCK_SIZE,
     ENGINE,
@@ -17,12 +25,13 @@ from benchmarks.quality.cells import (
     Cell,
     common_prefix,
     repetition_rate,
-    run_in_process,
+    run_apart,
 )
 from benchmarks.quality.plot import draw, loss_deltas
 from benchmarks.quality.reading import ForcedRecord, write_reference
 from benchmarks.quality.tasks import RECIPES, questions
 from benchmarks.quality.texts import KINDS, texts
+from benchmarks.report import append_rows
 from benchmarks.smollm2 import ensure_model
 
 
@@ -112,16 +121,18 @@ def test_grid_is_whole_and_starts_with_the_full_cache(full):
 def test_csv_has_the_schema_and_is_resumed(tmp_path):
     path = tmp_path / "quality.csv"
     cell = Cell(ENGINE, "h2o", LOSS, 512, 2560, 1024, label="h2o uniform")
-    append(path, cell, [("loss_nats", 3.25, 8192), ("loss_delta_nats", 0.02, 8192)])
+    assert cell.samples == 8192
+    measured = [("loss_nats", 3.25, 8192), ("loss_delta_nats", 0.02, 8192)]
+    append_rows(path, csv_rows(cell, measured), FIELDS)
     with path.open() as file:
         assert next(csv.reader(file)) == FIELDS
-    known = {
-        tuple(row[f] for f in ("policy", "system", "metric", "budget_fraction",
-                               "context_tokens", "model", "seed"))
-        for row in read(path)
-    }  # fmt: skip
+    known = {key_of(row) for row in read(path)}
     assert done(cell, known)
     assert not done(Cell(ENGINE, "h2o", LOSS, 256, 2560, 1024), known)
+    # The quick grid reads fewer tokens of the same texts: another measurement.
+    quick = Cell(ENGINE, "h2o", LOSS, 512, 2560, 256, label="h2o uniform")
+    assert not done(quick, known)
+    append_rows(path, csv_rows(quick, [("loss_delta_nats", 0.9, 2048)]), FIELDS)
     assert loss_deltas(read(path)) == {"h2o uniform": [(0.2, 0.02)]}
     (picture,) = draw(path, tmp_path)
     assert picture.stat().st_size > 5000
@@ -134,11 +145,11 @@ def test_budgets_are_whole_blocks():
 @pytest.mark.engine
 def test_a_cell_runs_and_eviction_costs_something(tmp_path):
     work = {"context_tokens": 320, "scored_tokens": 64, "references": str(tmp_path)}
-    full = dict(map(_pair, run_in_process(Cell(ENGINE, FULL, LOSS, 0, **work))))
+    full = dict(map(_pair, run_apart(Cell(ENGINE, FULL, LOSS, 0, **work))))
     whole = Cell(ENGINE, "h2o", LOSS, 384, **work)
     tiny = Cell(ENGINE, "streaming", LOSS, 64, **work)
-    whole_rows = dict(map(_pair, run_in_process(whole)))
-    tiny_rows = dict(map(_pair, run_in_process(tiny)))
+    whole_rows = dict(map(_pair, run_apart(whole)))
+    tiny_rows = dict(map(_pair, run_apart(tiny)))
     assert 1.0 < full["loss_nats"] < 6.0
     assert whole_rows["loss_delta_nats"] == pytest.approx(0.0, abs=1e-3)
     assert whole_rows["top1_agreement"] > 0.99
