@@ -42,20 +42,31 @@ FIELDS = (
 ).split(",")
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 TEXT_TOKENS, QUESTION_TOKENS = 2560, 960
+LIST_TOKENS = 320
+"""Of the tasks in which a 135M model loses its way in longer prompts."""
 
-UNIFORM = ("h2o uniform", "h2o", {"head_budgets": "uniform"})
-OURS = [
-    ("h2o", "h2o", {}),
-    UNIFORM,
-    ("h2o-paper", "h2o-paper", {}),
-    ("streaming", "streaming", {}),
-]
-OURS_TOO = [
+Variant = tuple[str, str, dict[str, Any]]
+"""`(label, preset, options)`."""
+
+H2O: Variant = ("h2o", "h2o", {})
+UNIFORM: Variant = ("h2o uniform", "h2o", {"head_budgets": "uniform"})
+OURS = [H2O, UNIFORM, ("h2o-paper", "h2o-paper", {}), ("streaming", "streaming", {})]
+OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
-    ("h2o block", "h2o", {"eviction_unit": "block"}),
+    ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
 ]
-"""`(label, preset, options)`."""
+LEVERS: list[Variant] = [
+    (f"h2o {name}={value}", "h2o", {name: value})
+    for name, value in (
+        ("sinks", 0),
+        ("recent_ratio", 0.5),
+        ("score", "sum"),
+        ("observation_window", "all"),
+        ("pooling", 1),
+    )
+]
+"""What the preset sets, one at a time set back: why it is set."""
 PRESSES = ["tova", "observed_attention", "snapkv", "streaming_llm"]
 PRESSES_TOO = ["expected_attention", "keydiff", "random"]
 SHARED = ["32-head-sum", "32-layer-sum", "32-model-sum", "32-model-random"]
@@ -120,50 +131,62 @@ def _losses(full: bool, base: dict) -> Iterator[Cell]:
         "scored_tokens": 1024 if full else 256,
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
-    for fraction in BUDGETS if full else BUDGETS[1:3]:
+    if not full:
+        yield from _ours(OURS, 0.2, work)
+        yield from _ours(OURS[:2], 0.1, work)
+        yield from _peers(PRESSES[:1], 0.2, work)
+        return
+    for fraction in BUDGETS:
+        yield from _ours(OURS + OURS_TOO, fraction, work)
+    yield from _ours(LEVERS, 0.1, work)
+    for fraction in BUDGETS:
+        yield from _peers(PRESSES + PRESSES_TOO, fraction, work)
         budget = tokens_of(fraction, TEXT_TOKENS)
-        for label, preset, options in OURS + (OURS_TOO if full else []):
-            yield Cell(
-                ENGINE, preset, budget_tokens=budget, label=label, options=options,
-                **work,
-            )  # fmt: skip
-    for fraction in (0.2, 0.1, 0.05, 0.5) if full else (0.2,):
-        budget = tokens_of(fraction, TEXT_TOKENS)
-        for press in PRESSES + PRESSES_TOO if full else PRESSES[:1]:
-            yield Cell(KVPRESS, press, budget_tokens=budget, **work)
-        for policy in SHARED if full else []:
+        for policy in SHARED:
             yield Cell(BLOCKS, policy, budget_tokens=budget, **work)
 
 
 def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
     work = base | {"work": RETRIEVAL, "context_tokens": QUESTION_TOKENS}
-    budgets = (0.5, 0.2, 0.1) if full else (0.2,)
-    for known in (True, False):
-        asked = work | {"question_known": known}
+    if not full:
+        work |= {"per_depth": 2}
+    asked_later = work | {"question_known": False}
+    yield Cell(ENGINE, FULL, budget_tokens=0, **work)
+    yield from _ours(OURS[:2], 0.2, work)
+    yield from _ours([H2O], 0.2, asked_later)
+    if not full:
+        return
+    lists = work | {"context_tokens": LIST_TOKENS, "tasks": ["keyvalue", "counting"]}
+    for asked in (asked_later, lists):
         yield Cell(ENGINE, FULL, budget_tokens=0, **asked)
-        for fraction in budgets:
-            budget = tokens_of(fraction, QUESTION_TOKENS)
-            for label, preset, options in OURS + (OURS_TOO if full else []):
-                if full or known or label == "h2o":
-                    yield Cell(
-                        ENGINE, preset, budget_tokens=budget, label=label,
-                        options=options, **asked,
-                    )  # fmt: skip
-    if full:
-        for press in PRESSES + PRESSES_TOO:
-            budget = tokens_of(0.2, QUESTION_TOKENS)
-            yield Cell(KVPRESS, press, budget_tokens=budget, **work)
+    yield from _ours(OURS[:2], 0.2, lists)
+    yield from _ours(OURS[2:] + OURS_TOO + LEVERS, 0.2, work)
+    yield from _peers(PRESSES + PRESSES_TOO, 0.2, work)
+    yield from _peers(PRESSES + PRESSES_TOO, 0.2, lists)
+    yield from _ours([H2O], 0.5, asked_later)
+    for fraction in (0.5, 0.1):
+        yield from _ours(OURS, fraction, work)
 
 
 def _generations(base: dict) -> Iterator[Cell]:
     work = base | {"work": GENERATION, "context_tokens": 1024, "scored_tokens": 512}
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in (0.5, 0.2):
-        for label, preset, options in OURS:
-            yield Cell(
-                ENGINE, preset, budget_tokens=tokens_of(fraction, 1024), label=label,
-                options=options, **work,
-            )  # fmt: skip
+        yield from _ours(OURS, fraction, work)
+
+
+def _ours(variants: list[Variant], fraction: float, work: dict) -> Iterator[Cell]:
+    budget = tokens_of(fraction, work["context_tokens"])
+    for label, preset, options in variants:
+        yield Cell(
+            ENGINE, preset, budget_tokens=budget, label=label, options=options, **work
+        )
+
+
+def _peers(presses: list[str], fraction: float, work: dict) -> Iterator[Cell]:
+    budget = tokens_of(fraction, work["context_tokens"])
+    for press in presses:
+        yield Cell(KVPRESS, press, budget_tokens=budget, **work)
 
 
 def tokens_of(fraction: float, context_tokens: int) -> int:
