@@ -113,7 +113,8 @@ def test_grid_is_whole_and_starts_with_the_full_cache(full):
     assert {0.2, 0.1} <= budgets
     assert all(c.budget_tokens % BLOCK_SIZE == 0 for c in cells)
     names = [
-        (c.system, c.name, c.work, c.budget_tokens, c.question_known) for c in cells
+        (c.system, c.name, c.work, c.context_tokens, c.budget_tokens, c.question_known)
+        for c in cells
     ]
     assert len(set(names)) == len(names)
 
