@@ -72,14 +72,12 @@ class _Measurement:
         output = torch.empty_like(query)
         layer = self.layers.setdefault(module.layer_idx, _Layer())
         layer.differences = []
+        hidden = _hidden(n, sliding_window)
         for head in range(key.shape[1]):
             heads = slice(head * group, (head + 1) * group)
             logits = query[0, heads] @ key[0, head].T * scaling
             if softcap:
                 logits = softcap * torch.tanh(logits / softcap)
-            hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
-            if sliding_window:
-                hidden |= torch.ones(n, n, dtype=torch.bool).tril(-sliding_window)
             probs = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
             output[0, heads] = probs @ value[0, head]
             if not sliding_window:
@@ -96,8 +94,9 @@ class _Measurement:
         n = probs.shape[1]
         past = n - OBSERVED
         seen = probs[:, :past:STRIDE].sum(dim=(0, 1))
-        queries = torch.arange(0, past, STRIDE)
-        could_see = (queries[:, None] >= torch.arange(n)).sum(dim=0)
+        # Of the queries 0, STRIDE, ... before `past`, those at or after a position.
+        queries = -(-past // STRIDE)
+        could_see = queries - (torch.arange(n) + STRIDE - 1) // STRIDE
         score = seen / could_see.clamp(min=1)
         score[:SINKS] = float("inf")
         observed = probs[:, past:]
@@ -126,12 +125,22 @@ class _Measurement:
             )
 
 
+def _hidden(n: int, sliding_window: int | None) -> torch.Tensor:
+    """`[n, n]` bool: the keys that a query must not see."""
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    if sliding_window:
+        hidden |= torch.ones(n, n, dtype=torch.bool).tril(-sliding_window)
+    return hidden
+
+
 @torch.no_grad()
 def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfile:
     """Measure a profile.
 
     Args:
-        model: A transformers causal language model on the CPU, float32.
+        model: A transformers causal language model on the CPU, float32. Its
+            attention is replaced and its layers get hooks, for good: load another
+            copy for other work.
         texts: Token ids, all of one length, more than `2 * OBSERVED`.
         name: Of the model, for the profile's `measured_on`.
 

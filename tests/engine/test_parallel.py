@@ -61,6 +61,8 @@ def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets):
     assert max(len(set(t)) for t in tokens) > 10, "the model only repeats itself"
     assert tokens_2 == tokens
     assert survivors_2 == survivors
+    sizes = {len(head) for layer in survivors[-1] for head in layer}
+    assert (len(sizes) > 1) == (budgets == "by head"), "the budgets are not as meant"
     for a, b in zip(logprobs, logprobs_2, strict=True):
         for step, step_2 in zip(a, b, strict=True):
             assert [t for t, _ in step] == [t for t, _ in step_2]
