@@ -49,8 +49,8 @@ class Cell:
     Attributes:
         workload: A name of `WORKLOADS`.
         budgets: Budgets of every policy; none: the workload's own.
-        policies: Of ours.
-        baselines: Systems beside ours. Ratios are over the first.
+        policies: Of ours, or `kvpress`: systems with a budget.
+        baselines: Systems without a budget. Ratios are over the first.
         model: Folder or name; empty for SmolLM2-135M-Instruct.
         dataset_name: `sotu`, or `random` token ids.
         scale: Multiplies all lengths of the workload.

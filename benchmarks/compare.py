@@ -59,7 +59,7 @@ def add_cell_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets", nargs="+", help="tokens, or %% of the final length", **unset
     )
-    parser.add_argument("--policies", nargs="*", **unset)
+    parser.add_argument("--policies", nargs="*", help="ours, or kvpress", **unset)
     parser.add_argument("--baselines", nargs="+", help="stock, transformers", **unset)
     parser.add_argument(
         "--model", default="", help="SmolLM2-135M-Instruct if not given"

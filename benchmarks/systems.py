@@ -21,13 +21,14 @@ from benchmarks.smollm2 import ensure_model
 from vllm_h2o.policy.config import PRESETS
 
 STOCK = "stock"
-TRANSFORMERS = "transformers"
+TRANSFORMERS, KVPRESS = "transformers", "kvpress"
 
 _VLLM = "benchmarks.vllm_system:VllmSystem"
 SYSTEMS = {
     STOCK: _VLLM,
     **dict.fromkeys(PRESETS, _VLLM),
     TRANSFORMERS: "benchmarks.transformers_system:TransformersSystem",
+    KVPRESS: "benchmarks.kvpress_system:KvpressSystem",
 }
 """Where each system is; a policy of ours goes by its own name."""
 
@@ -44,7 +45,7 @@ class Job:
         requests: See `Workload.requests`.
         max_model_len: Tokens of the longest finished request.
         pool_blocks: KV blocks of stock's pool; every system gets as many bytes.
-        budget_tokens: Token slots per request, for a policy of ours.
+        budget_tokens: Token slots per request, for what evicts.
         prefix_caching: Whether prompts may share KV blocks.
         repeats: How often to serve the workload with one engine.
         engine_args: vLLM's `EngineArgs` for every system; at least `dtype` and

@@ -147,7 +147,7 @@ class PeerRunner:
         """
         if press == FULL:
             return self._forced_full(prompts, continuations, references)
-        with self._reader(press, budget_tokens, len(prompts[0])) as reader:
+        with self.reader(press, budget_tokens, len(prompts[0])) as reader:
             return force(reader, prompts, continuations, references)
 
     def answer(
@@ -165,7 +165,7 @@ class PeerRunner:
         interval: the budget holds for it too.
         """
         prompt_tokens = len(context) + (len(question) if question_known else 0)
-        with self._reader(press, budget_tokens, prompt_tokens) as reader:
+        with self.reader(press, budget_tokens, prompt_tokens) as reader:
             return answer_greedily(
                 reader,
                 context,
@@ -201,7 +201,7 @@ class PeerRunner:
         return records
 
     @contextmanager
-    def _reader(
+    def reader(
         self, press: str, budget_tokens: int, prompt_tokens: int
     ) -> Iterator[PressReader]:
         """A fresh cache, and the hooks of the press while it lasts."""

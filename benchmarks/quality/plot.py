@@ -21,6 +21,11 @@ def draw(csv_path: Path, folder: Path = DOCS) -> list[Path]:
     return [*_loss(rows, folder), *_retrieval(rows, folder)]
 
 
+def name_of(row: dict[str, str]) -> str:
+    """System and policy of a row; ours by the policy alone."""
+    return SYSTEM_LABELS[row["system"]] + row["policy"]
+
+
 def loss_deltas(rows: list[dict[str, str]]) -> dict[str, list[tuple[float, float]]]:
     """`(budget fraction, loss over the full cache in nats)` by system and policy."""
     rows = [r for r in rows if r["metric"] == "loss_delta_nats"]
@@ -29,9 +34,8 @@ def loss_deltas(rows: list[dict[str, str]]) -> dict[str, list[tuple[float, float
     for r in rows:
         # The quick grid reads fewer tokens: its losses are another measure.
         if int(r["samples"]) == most:
-            name = SYSTEM_LABELS[r["system"]] + r["policy"]
             point = (float(r["budget_fraction"]), float(r["value"]))
-            lines.setdefault(name, []).append(point)
+            lines.setdefault(name_of(r), []).append(point)
     return {name: sorted(points) for name, points in lines.items()}
 
 
@@ -71,9 +75,8 @@ def _retrieval(rows: list[dict[str, str]], folder: Path) -> list[Path]:
             share = (
                 "" if r["policy"] == "full" else f" {float(r['budget_fraction']):.0%}"
             )
-            name = SYSTEM_LABELS[r["system"]] + r["policy"] + share
             depth = float(r["metric"].removeprefix(prefix))
-            lines.setdefault(name, []).append((depth, float(r["value"])))
+            lines.setdefault(name_of(r) + share, []).append((depth, float(r["value"])))
     if not lines:
         return []
     figure, axes = _figure()

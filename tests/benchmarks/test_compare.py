@@ -16,14 +16,16 @@ pytestmark = pytest.mark.engine
 
 def test_a_comparison_from_the_command_line(tmp_path):
     model = save_llama(tmp_path / "model")
-    cell = tiny_cell(model, baselines=("stock", "transformers"))
+    cell = tiny_cell(
+        model, baselines=("stock", "transformers"), policies=("h2o", "kvpress")
+    )
     output = tmp_path / "results"
     options = shlex.split(cell.command())[3:]
     compare.main([*options, "--output-dir", str(output)])
 
     result = json.loads(result_path(cell, output).read_text())
     systems = {system["label"]: system for system in result["systems"]}
-    assert list(systems) == ["stock", "transformers", "h2o 50%"]
+    assert list(systems) == ["stock", "transformers", "h2o 50%", "kvpress 50%"]
     samples = {label: system["samples"][0] for label, system in systems.items()}
     for sample in samples.values():
         assert sample["completed"] == 6
@@ -44,4 +46,9 @@ def test_a_comparison_from_the_command_line(tmp_path):
         assert 1 <= sample["mean_running_requests"] <= sample["max_running_requests"]
     with (output / "throughput.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["policy"] for row in rows] == ["stock", "transformers", "h2o"]
+    assert [row["policy"] for row in rows] == [
+        "stock",
+        "transformers",
+        "h2o",
+        "kvpress",
+    ]

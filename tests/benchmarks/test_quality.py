@@ -29,6 +29,7 @@ from benchmarks.quality.cells import (
 )
 from benchmarks.quality.plot import draw, loss_deltas
 from benchmarks.quality.reading import ForcedRecord, write_reference
+from benchmarks.quality.table import loss_table, retrieval_table
 from benchmarks.quality.tasks import RECIPES, questions
 from benchmarks.quality.texts import KINDS, texts
 from benchmarks.report import append_rows
@@ -135,8 +136,17 @@ def test_csv_has_the_schema_and_is_resumed(tmp_path):
     assert not done(quick, known)
     append_rows(path, csv_rows(quick, [("loss_delta_nats", 0.9, 2048)]), FIELDS)
     assert loss_deltas(read(path)) == {"h2o uniform": [(0.2, 0.02)]}
+    assert loss_table(read(path)).endswith("| h2o uniform | +0.020 |")
     (picture,) = draw(path, tmp_path)
     assert picture.stat().st_size > 5000
+
+
+def test_the_retrieval_table_counts_right_answers():
+    cell = Cell(ENGINE, "h2o", "retrieval", 192, 960)
+    measured = [("exact_match_passkey_known", 0.85, 20)]
+    measured += [("exact_match_passkey_known_depth_0.1", 1.0, 4)]
+    *_, line = retrieval_table(csv_rows(cell, measured)).split("\n")
+    assert line == "| h2o 20% | 17 of 20 |"
 
 
 def test_budgets_are_whole_blocks():

@@ -1,0 +1,67 @@
+"""The quality CSV as the tables of the README, in Markdown.
+
+python -m benchmarks.quality.table
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.quality.plot import loss_deltas, name_of
+
+Rows = list[dict[str, str]]
+
+
+def loss_table(rows: Rows) -> str:
+    """Loss over the full cache by system and budget."""
+    lines = loss_deltas(rows)
+    budgets = sorted({x for points in lines.values() for x, _ in points}, reverse=True)
+    return _markdown(
+        ["nats per token over the full cache", *(f"{x:.0%}" for x in budgets)],
+        (
+            [name, *(f"{dict(points)[x]:+.3f}" if x in dict(points) else ""
+                     for x in budgets)]
+            for name, points in lines.items()
+        ),
+    )  # fmt: skip
+
+
+def retrieval_table(rows: Rows) -> str:
+    """Exact matches of all questions, by system and task."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        task = row["metric"].removeprefix("exact_match_").replace("_", ", ")
+        if task == row["metric"] or "depth" in task:
+            continue
+        share = float(row["budget_fraction"])
+        name = name_of(row) + ("" if share == 1 else f" {share:.0%}")
+        count = round(float(row["value"]) * int(row["samples"]))
+        task += f", {row['context_tokens']} tokens"
+        found.setdefault(name, {})[task] = f"{count} of {row['samples']}"
+    tasks = list(dict.fromkeys(task for cells in found.values() for task in cells))
+    return _markdown(
+        ["exact match", *tasks],
+        ([name, *(cells.get(task, "") for task in tasks)]
+         for name, cells in found.items()),
+    )  # fmt: skip
+
+
+def _markdown(head: list[str], body: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--csv", default="benchmarks/results/quality.csv")
+    with Path(parser.parse_args().csv).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    print(loss_table(rows), retrieval_table(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
