@@ -16,7 +16,7 @@ Rows = list[dict[str, str]]
 
 
 def loss_table(rows: Rows) -> str:
-    """Loss over the full cache by system and budget."""
+    """Loss over the full cache by system and budget; sorted at the largest."""
     lines = loss_deltas(rows)
     budgets = sorted({x for points in lines.values() for x, _ in points}, reverse=True)
     return _markdown(
@@ -24,7 +24,7 @@ def loss_table(rows: Rows) -> str:
         (
             [name, *(f"{dict(points)[x]:+.3f}" if x in dict(points) else ""
                      for x in budgets)]
-            for name, points in lines.items()
+            for name, points in sorted(lines.items(), key=lambda line: line[1][-1])
         ),
     )  # fmt: skip
 
@@ -33,9 +33,9 @@ def retrieval_table(rows: Rows) -> str:
     """Exact matches of all questions, by system and task."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
-        task = row["metric"].removeprefix("exact_match_").replace("_", ", ")
-        if task == row["metric"] or "depth" in task:
+        if not row["metric"].startswith("exact_match_") or "depth" in row["metric"]:
             continue
+        task = row["metric"].removeprefix("exact_match_").replace("_", ", ")
         share = float(row["budget_fraction"])
         name = name_of(row) + ("" if share == 1 else f" {share:.0%}")
         count = round(float(row["value"]) * int(row["samples"]))
