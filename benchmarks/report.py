@@ -111,20 +111,26 @@ def append_rows(
 
 def table(result: Mapping[str, Any]) -> str:
     """The comparison as text: medians, then [lowest, highest]."""
-    systems, workload = result["systems"], result["workload"]
-    width = max(len(name) for name in (*SUMMARIZED, *RATIOS)) + 2
+    workload = result["workload"]
     lines = [
         "",
         f"{_workload_name(result)}: {workload['num_prompts']} requests of up to "
         f"{workload['input_len']} + {workload['output_len']} tokens; the KV memory "
         f"fits {workload['pool_requests']} of them in full",
-        " " * width + "".join(f"{s['label']:>26}" for s in systems),
+        *systems_table(result["systems"]),
     ]
+    return "\n".join(lines)
+
+
+def systems_table(systems: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A column per system: its `label`, `summary` and `ratios`."""
+    width = max(len(name) for name in (*SUMMARIZED, *RATIOS)) + 2
+    lines = [" " * width + "".join(f"{s['label']:>26}" for s in systems)]
     for kind, names in (("summary", SUMMARIZED), ("ratios", RATIOS)):
         for name in names:
             cells = (_cell(s[kind].get(name)) for s in systems)
             lines.append(f"{name:{width}}" + "".join(f"{c:>26}" for c in cells))
-    return "\n".join(lines)
+    return lines
 
 
 def _cell(value: Spread | None) -> str:
