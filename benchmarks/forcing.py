@@ -122,13 +122,14 @@ def forced(token_ids: list[int], max_tokens: int | None = None, **extra: Any) ->
     Args:
         token_ids: May be empty.
         max_tokens: Of the output, the forced ones included; None: those alone.
+            Stop tokens do not end it: a forced text may hold them.
         extra: `record_path`, and `reference_path` of the full cache's log-softmax
             (`writes_reference=True` makes that file).
     """
     return SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens or len(token_ids),
-        ignore_eos=max_tokens is None,
+        ignore_eos=True,
         detokenize=False,
         extra_args={FORCED_TOKEN_IDS: token_ids, **extra},
     )

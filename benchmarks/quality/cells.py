@@ -189,7 +189,7 @@ def _generation(cell: Cell, system: Any) -> Rows:
     cut = cell.context_tokens - cell.scored_tokens
     found = texts(system.tokenizer, cut, cell.per_kind)
     prompts = [tokens for kind in found.values() for tokens in kind]
-    free = system.answers(prompts, [[] for _ in prompts], cell.scored_tokens, True)
+    free = system.generate(prompts, cell.scored_tokens)
     count = len(prompts)
     rows: Rows = [
         ("repetition_rate", sum(map(repetition_rate, free)) / count, count),

@@ -126,7 +126,7 @@ class PeerRunner:
         self.interval_tokens = interval_tokens
         self.time_ordered = time_ordered
         self.seed = seed
-        self.stops = stop_token_ids(self.model)
+        self.stops = stop_token_ids(self.model.generation_config)
 
     def forced(
         self,

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig
 
 
 class Reader(Protocol):
@@ -146,10 +146,16 @@ def force(
     return records
 
 
-def stop_token_ids(model: PreTrainedModel) -> set[int]:
-    """The tokens that end an answer, by the model's generation config."""
-    stop = model.generation_config.eos_token_id
+def stop_token_ids(config: GenerationConfig) -> set[int]:
+    """The tokens that end an answer."""
+    stop = config.eos_token_id
     return set(stop if isinstance(stop, list) else [stop])
+
+
+def until_stop(answer: list[int], stops: set[int]) -> list[int]:
+    """The answer without its first stop token and what follows it."""
+    end = next((i for i, token in enumerate(answer) if token in stops), None)
+    return answer[:end]
 
 
 @torch.no_grad()

@@ -251,7 +251,7 @@ class SharedBlocks:
         self.model = AutoModelForCausalLM.from_pretrained(
             model_folder, dtype=torch.float32, attn_implementation=ATTENTION
         ).eval()
-        self.stops = stop_token_ids(self.model)
+        self.stops = stop_token_ids(self.model.generation_config)
 
     def forced(
         self,

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.cells import ENGINE_ARGS
+from benchmarks.forcing import forced
 from benchmarks.quality.cells import BLOCKS, ENGINE, FULL, KVPRESS, Cell
-from benchmarks.quality.reading import ForcedRecord
+from benchmarks.quality.reading import ForcedRecord, stop_token_ids, until_stop
 
 
 class System(Protocol):
@@ -54,6 +55,7 @@ class Engine:
     """vLLM, stock for the policy `full`, else with H2O."""
 
     def __init__(self, cell: Cell) -> None:
+        from transformers import GenerationConfig
         from vllm import LLM
 
         h2o: dict[str, Any] = {}
@@ -70,6 +72,7 @@ class Engine:
             **h2o,
         )
         self.tokenizer = self.llm.get_tokenizer()
+        self.stops = stop_token_ids(GenerationConfig.from_pretrained(cell.model))
 
     def forced(
         self,
@@ -78,8 +81,6 @@ class Engine:
         references: list[Path] | None,
     ) -> list[ForcedRecord]:
         """See `System`."""
-        from benchmarks.forcing import forced
-
         paths: Sequence[Path | None] = references or [None] * len(prompts)
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"{i}.json" for i in range(len(prompts))]
@@ -102,15 +103,24 @@ class Engine:
         max_tokens: int,
         question_known: bool,
     ) -> list[list[int]]:
-        """See `System`. An unknown question is forced, as if it were generated."""
-        from benchmarks.forcing import forced
+        """See `System`. An unknown question is forced, as if it were generated.
 
+        It ends the user's turn, with the token that would end the request: stop
+        tokens are ignored here and cut off afterwards.
+        """
         if question_known:
             contexts = [a + b for a, b in zip(contexts, asked, strict=True)]
             asked = [[] for _ in contexts]
         params = [forced(tokens, len(tokens) + max_tokens) for tokens in asked]
         outputs = self._generate(contexts, params)
-        return [out[len(q) :] for out, q in zip(outputs, asked, strict=True)]
+        return [
+            until_stop(out[len(q) :], self.stops)
+            for out, q in zip(outputs, asked, strict=True)
+        ]
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Greedy tokens, as many as asked for, past any stop token."""
+        return self._generate(prompts, [forced([], num_tokens) for _ in prompts])
 
     def _generate(self, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]

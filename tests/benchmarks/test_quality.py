@@ -22,6 +22,7 @@ from benchmarks.quality.cells import (
     ENGINE,
     FULL,
     LOSS,
+    RETRIEVAL,
     Cell,
     common_prefix,
     repetition_rate,
@@ -29,6 +30,7 @@ from benchmarks.quality.cells import (
 )
 from benchmarks.quality.plot import draw, loss_deltas
 from benchmarks.quality.reading import ForcedRecord, write_reference
+from benchmarks.quality.systems import system_of
 from benchmarks.quality.table import loss_table, retrieval_table
 from benchmarks.quality.tasks import RECIPES, questions
 from benchmarks.quality.texts import KINDS, texts
@@ -151,6 +153,21 @@ def test_the_retrieval_table_counts_right_answers():
 
 def test_budgets_are_whole_blocks():
     assert [tokens_of(f, 2560) for f in (0.5, 0.2, 0.1, 0.05)] == [1280, 512, 256, 128]
+
+
+@pytest.mark.engine
+def test_the_full_cache_answers_whenever_it_is_asked(tokenizer):
+    """A question ends the user's turn: its stop token must not end the request."""
+    asked = questions(tokenizer, ["passkey"], 320, [0.5], per_depth=3, seed=0)
+    texts = [q.context for q in asked], [q.question for q in asked]
+    engine = system_of(Cell(ENGINE, FULL, RETRIEVAL, 0, 320))
+    first = engine.answers(*texts, 12, question_known=True)
+    later = engine.answers(*texts, 12, question_known=False)
+    engine.llm.llm_engine.engine_core.shutdown()
+    assert later == first
+    answers = tokenizer.batch_decode(later)
+    assert sum(q.is_answered_by(a) for q, a in zip(asked, answers, strict=True)) >= 2
+    assert not any(engine.stops & set(answer) for answer in later)
 
 
 @pytest.mark.engine
