@@ -1,5 +1,6 @@
 """The spec keeps its kind through everything that vLLM does with specs."""
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from tests.core.helpers import config_of, spec_of
 from vllm_h2o.core.manager import H2OManager
 from vllm_h2o.core.spec import H2OAttentionSpec, register
 from vllm_h2o.policy.config import H2OConfig
@@ -32,7 +34,18 @@ def test_counts_follow_the_block_size(block_size):
     assert spec.layout.budget_blocks == -(-100 // block_size)
     columns = spec.max_num_blocks_per_req(None, 1000)
     assert columns == spec.dense_columns + spec.layout.budget_blocks
-    assert spec.max_memory_usage_bytes(None) == columns * spec.page_size_bytes
+
+
+def test_memory_is_asked_at_the_length_that_vllm_tries():
+    """`--max-model-len auto` looks for the longest that fits."""
+    vllm_config = copy.deepcopy(config_of(window=64, budget=128, chunk=64))
+    spec = spec_of(vllm_config)
+    for tokens in (200, 40):
+        vllm_config.model_config.max_model_len = tokens
+        blocks = -(-tokens // spec.block_size) + spec.layout.budget_blocks
+        asked = spec.max_memory_usage_bytes(vllm_config)
+        assert asked == blocks * spec.page_size_bytes
+    assert spec.dense_columns > 200 // spec.block_size, "the table keeps its columns"
 
 
 def test_merge_keeps_the_kind():

@@ -71,9 +71,12 @@ class H2OAttentionSpec(FullAttentionSpec):
         return self.dense_columns + self.layout.budget_blocks
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes of the longest request in the step of its transition."""
-        blocks = self.dense_columns + self.layout.budget_blocks
-        return blocks * self.page_size_bytes
+        """Bytes of the longest request in the step of its transition.
+
+        vLLM asks at several lengths to find one that fits (`--max-model-len auto`).
+        """
+        dense = cdiv(vllm_config.model_config.max_model_len, self.block_size)
+        return (dense + self.layout.budget_blocks) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
