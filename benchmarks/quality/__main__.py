@@ -164,6 +164,8 @@ def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
     yield from _peers(PRESSES + PRESSES_TOO, 0.2, work)
     yield from _peers(PRESSES + PRESSES_TOO, 0.2, lists)
     yield from _ours([H2O], 0.5, asked_later)
+    yield from _ours([UNIFORM], 0.2, asked_later)
+    yield from _peers(PRESSES, 0.2, asked_later)
     for fraction in (0.5, 0.1):
         yield from _ours(OURS, fraction, work)
 
