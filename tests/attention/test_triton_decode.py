@@ -9,6 +9,7 @@ import torch
 
 from tests.attention.triton_checks import TOLERANCE, check_step
 from tests.attention.triton_state import (
+    clone,
     content,
     make_step,
     params_of,
@@ -155,6 +156,25 @@ def test_rows_of_zeros_touch_block_zero_only():
     _, pages = step.run(decode_resident, scratch=step.scratch(3, 16))
     page = pages.page_stride
     assert torch.equal(content(pages)[page:], content(step.pages)[page:])
+
+
+def test_padding_rows_touch_nothing():
+    """Position -1, whatever block table row the padding carries."""
+    step = make_step(params_of(), [30, 48, 63])
+    step.rows.positions[1] = -1
+    poisoned = dataclasses.replace(step, pages=clone(step.pages))
+    output, pages = step.run(decode_resident, scratch=step.scratch(3, 16))
+    others = step.rows.block_table[[0, 2]].flatten()
+    expected, expected_pages = poisoned.run(reference.decode_resident, "cpu")
+    assert (output[1] == 0).all()
+    torch.testing.assert_close(output[[0, 2]], expected[[0, 2]])
+    block = step.rows.block_table[1].long()
+    for name in ("keys", "values", "scores", "births"):
+        before, after = getattr(step.pages, name), getattr(pages, name)
+        torch.testing.assert_close(after[block], before[block], equal_nan=True)
+        torch.testing.assert_close(
+            after[others], getattr(expected_pages, name)[others], equal_nan=True
+        )
 
 
 def test_strided_arguments():

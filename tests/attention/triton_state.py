@@ -107,7 +107,8 @@ class Step:
         """Scratch that holds NaN and slots nobody has."""
         num_rows, num_heads, head_size = self.query.shape
         scratch = DecodeScratch.allocate(
-            num_rows, num_heads, self.key.shape[1], head_size, self.params.layout,
+            num_rows, num_heads, self.key.shape[1], head_size,
+            self.params.largest_budget,
             DEVICE, Tuning(num_splits, tile_slots),
         )  # fmt: skip
         for tensor in (scratch.logits, scratch.outputs, scratch.maxima, scratch.sums):

@@ -124,7 +124,9 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             impl = layer.impl
             impl._bind(layer.kv_cache, metadata)
             for row in metadata.filled:
-                part_ways(impl._pages, row, metadata.resident, impl.h2o, impl._params)
+                blocks = metadata.resident.block_table[row]
+                first_query = int(metadata.resident.first_queries[row])
+                part_ways(impl._pages, blocks, first_query, impl.h2o, impl._params)
         metadata.filled = []
 
     def _forward_prompts(
