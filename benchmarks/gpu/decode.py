@@ -64,24 +64,23 @@ def resident(
         random_pages(num_blocks + 1, sizes, device) for _ in range(sizes.num_layers)
     ]
     table = torch.randperm(num_blocks, device=device).int() + 1
-    rows = ResidentRows(
-        table.view(sizes.num_rows, -1),
-        torch.full((sizes.num_rows,), 2 * sizes.budget, device=device),
-        torch.zeros(sizes.num_rows, dtype=torch.long, device=device),
-    )
-    query = random_tokens(sizes.num_rows, sizes.num_heads, sizes, device)
-    key = random_tokens(sizes.num_rows, sizes.num_kv_heads, sizes, device)
-    output = torch.empty_like(query)
     scratch = DecodeScratch.allocate(
         sizes.num_rows, sizes.num_heads, sizes.num_kv_heads, sizes.head_size,
         layout.budget, device, tuning,
     )  # fmt: skip
+    rows = ResidentRows(
+        table.view(sizes.num_rows, -1),
+        torch.full((sizes.num_rows,), 2 * sizes.budget, device=device),
+        torch.zeros(sizes.num_rows, dtype=torch.long, device=device),
+        scratch,
+    )
+    query = random_tokens(sizes.num_rows, sizes.num_heads, sizes, device)
+    key = random_tokens(sizes.num_rows, sizes.num_kv_heads, sizes, device)
+    output = torch.empty_like(query)
 
     def step() -> None:
         for pages in layers:
-            decode_resident(
-                query, key, key, pages, rows, params, output, scratch, scored=scored
-            )
+            decode_resident(query, key, key, pages, rows, params, output, scored=scored)
         rows.positions.add_(1)
 
     return microseconds(step, device) / sizes.num_layers

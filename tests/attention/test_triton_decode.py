@@ -13,6 +13,7 @@ from tests.attention.triton_state import (
     content,
     make_step,
     params_of,
+    rows_to,
 )
 from vllm_h2o.attention.ops import ResidentRows, reference
 from vllm_h2o.attention.ops.triton import check_supported, decode_resident, launch
@@ -238,7 +239,9 @@ def test_too_small_scratch_is_refused():
 
 def test_no_batch_is_no_launch():
     step = make_step(params_of(), [5])
-    rows = ResidentRows(*(tensor[:0] for tensor in vars(step.rows).values()))
+    rows = ResidentRows(
+        step.rows.block_table[:0], step.rows.positions[:0], step.rows.first_queries[:0]
+    )
     empty = dataclasses.replace(
         step, query=step.query[:0], key=step.key[:0], value=step.value[:0], rows=rows
     )
@@ -264,7 +267,7 @@ def test_launcher_reads_no_value(monkeypatch):
     decode_resident(
         step.query.to("meta"), step.key.to("meta"), step.value.to("meta"),
         dataclasses.replace(step.pages, **pages),
-        ResidentRows(*(tensor.to("meta") for tensor in vars(step.rows).values())),
+        rows_to(step.rows, "meta"),
         step.params, torch.empty_like(step.query, device="meta"),
     )  # fmt: skip
     assert [grid[:2] for grid in grids] == [(2, 2), (2, 2)]

@@ -76,13 +76,13 @@ def check(layer, positions, dtype=torch.float32, head_size=64, size=16, group=3,
         query, key, value = (tensor.to(device) for tensor in tokens)
         output = torch.full_like(query, float("nan"))
         on_device = ResidentRows(*(tensor.to(device) for tensor in rows))
-        options = {}
         if op is decode_resident:
-            options["scratch"] = DecodeScratch.allocate(
+            scratch = DecodeScratch.allocate(
                 len(positions), 2 * group, 2, head_size, params.largest_budget,
                 DEVICE, Tuning(3, 16),
             )  # fmt: skip
-        op(query, key, value, own[layer], on_device, params, output, **options)
+            on_device = replace(on_device, scratch=scratch)
+        op(query, key, value, own[layer], on_device, params, output)
         results.append((output.cpu(), [clone(pages, "cpu") for pages in own]))
     (expected, expected_layers), (actual, actual_layers) = results
     torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -25,11 +26,14 @@ class ResidentRows:
             padding, touches no page and gets an output of 0.
         first_queries: `[num_rows]` int64 position of the first prompt query
             that scored.
+        scratch: What the Triton kernels hand to each other, for at least these
+            rows; None: made for each call.
     """
 
     block_table: torch.Tensor
     positions: torch.Tensor
     first_queries: torch.Tensor
+    scratch: Any = None
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,7 @@ class DecodeScratch:
     ) -> DecodeScratch:
         """Scratch for batches of up to `max_rows` rows of at most `budget` slots."""
         tuning = tuning or Tuning()
-        partials = num_heads * max(
-            rows * _num_splits(tuning, rows * num_kv_heads, budget, device)
-            for rows in range(1, max_rows + 1)
-        )
+        partials = _partials(max_rows, num_heads, num_kv_heads, budget, device, tuning)
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
         return cls(
             logits=floats(max_rows * num_heads * budget),
@@ -102,6 +99,38 @@ class DecodeScratch:
             tuning=tuning,
         )
 
+    @staticmethod
+    def bytes_of(
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        budget: int,
+        device_type: str,
+    ) -> int:
+        """Bytes that `allocate` takes with the default tuning."""
+        device = torch.device(device_type)
+        partials = _partials(
+            max_rows, num_heads, num_kv_heads, budget, device, Tuning()
+        )
+        words = max_rows * (num_heads * budget + 2 * num_kv_heads)
+        return 4 * (words + partials * (head_size + 2))
+
+
+def _partials(
+    max_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    budget: int,
+    device: torch.device,
+    tuning: Tuning,
+) -> int:
+    """Most partial outputs of a batch of up to `max_rows` rows."""
+    return num_heads * max(
+        rows * _num_splits(tuning, rows * num_kv_heads, budget, device)
+        for rows in range(1, max_rows + 1)
+    )
+
 
 def decode_resident(
     query: torch.Tensor,
@@ -111,7 +140,6 @@ def decode_resident(
     rows: ResidentRows,
     params: DecodeParams,
     output: torch.Tensor,
-    scratch: DecodeScratch | None = None,
     *,
     scored: bool = True,
 ) -> None:
@@ -127,7 +155,6 @@ def decode_resident(
             position -1 touches no page, and its output is 0.
         params: As there.
         output: As there.
-        scratch: For at least these rows; None allocates it for this call.
         scored: False leaves scores alone and lets nothing graduate: for a
             layout without competition, whose scores nobody reads.
     """
@@ -138,6 +165,7 @@ def decode_resident(
     _check_strides(query, key, value, pages, rows, output)
     if num_rows == 0:
         return
+    scratch = rows.scratch
     if scratch is None:
         scratch = DecodeScratch.allocate(
             num_rows, num_heads, num_kv_heads, head_size, params.largest_budget,
