@@ -38,6 +38,7 @@ class ActedGraphs:
                 return dispatch(self.stock, num_reqs, num_toks, uniform, *a, **k)
             rows = -(-num_reqs // PADDED_TO) * PADDED_TO
             assert rows <= runner.max_num_reqs
+            self.real_rows = num_reqs
             self.padded_replays += rows > num_reqs
             if rows not in self.captured:
                 self.capture(rows)
@@ -69,6 +70,9 @@ class ActedGraphs:
         """Replay."""
         self.replays += 1
         runner, rows = self.runner, desc.num_tokens
+        for part in self.captured[rows]["metadata"].values():
+            assert (part.resident.positions[: self.real_rows] >= 0).all()
+            assert (part.resident.positions[self.real_rows :] == -1).all()
         with set_forward_context(
             self.captured[rows]["metadata"], runner.vllm_config, num_tokens=rows,
             batch_descriptor=BatchDescriptor(rows),

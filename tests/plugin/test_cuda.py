@@ -22,7 +22,7 @@ from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin import gpu_worker, runner
 from vllm_h2o.plugin.engine_args import WORKER_CLS, needed_worker_cls
 from vllm_h2o.plugin.gpu_worker import H2OGPUWorker
-from vllm_h2o.plugin.validate import check_cuda_options
+from vllm_h2o.plugin.validate import check_cuda_options, check_kernel_block_size
 from vllm_h2o.policy.config import H2OConfig
 
 
@@ -139,6 +139,15 @@ def test_full_graphs_hold_decodes_only(builder):
     only = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     assert builder.get_cudagraph_support(None, spec) is only
     assert builder.get_cudagraph_support(None, plain) is not only
+
+
+def test_blocks_that_are_cut_are_refused():
+    spec = FullAttentionSpec(
+        block_size=64, num_kv_heads=2, head_size=256, dtype=torch.float16
+    )
+    check_kernel_block_size(spec, spec)
+    with pytest.raises(ValueError, match="--block-size 64 is cut.*--block-size 32"):
+        check_kernel_block_size(spec, spec.copy_with_new_block_size(32))
 
 
 def test_runners_have_what_is_wrapped():

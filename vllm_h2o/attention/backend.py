@@ -122,6 +122,13 @@ class H2OImpl(_Stock):
         self._bind(kv_cache, layout)
         part_ways(self._pages, blocks, first_query, self.h2o, self._params)
 
+    def unbind(self) -> None:
+        """Let go of a cache: vLLM makes one only to measure graphs with."""
+        if hasattr(self, "_bound"):
+            self._bound = ()
+            self.__dict__.pop("_pages", None)
+            self.__dict__.pop("_params", None)
+
     def _bind(self, kv_cache: torch.Tensor, layout: SlotLayout) -> None:
         """View the pages once: vLLM binds the cache after the impl is made."""
         bound = (kv_cache.data_ptr(), kv_cache.shape, self.heads, self.h2o, layout)

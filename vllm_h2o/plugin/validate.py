@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from vllm_h2o.policy.config import H2OConfig
 
@@ -237,3 +237,16 @@ def check_kv_cache_config(
                 f"{type(spec).__name__}, because its layers differ in shape; "
                 "drop --kv-policy (kv_policy, enable_h2o)"
             )
+
+
+def check_kernel_block_size(managed: KVCacheSpec, read: KVCacheSpec) -> None:
+    """Raise when the stock backend reads smaller blocks than are managed.
+
+    vLLM then cuts each page in several, which leaves no place for scores.
+    """
+    if managed.block_size != read.block_size:
+        raise ValueError(
+            f"H2O needs one page per block, but --block-size {managed.block_size} is "
+            f"cut into blocks of {read.block_size} for the attention backend: use "
+            f"--block-size {read.block_size}, or drop --kv-policy"
+        )

@@ -11,6 +11,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_h2o.attention.backend import H2OImpl
 from vllm_h2o.attention.heads import profile_path, split
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.ops import cpu
@@ -18,6 +19,7 @@ from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.validate import (
+    check_kernel_block_size,
     check_kv_cache_config,
     check_profile,
     check_vllm_config,
@@ -70,10 +72,15 @@ class H2OWorker(_Stock):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""
         check_kv_cache_config(self.vllm_config, kv_cache_config)
+        context = self.vllm_config.compilation_config.static_forward_context
+        for layer in context.values():
+            if isinstance(getattr(layer, "impl", None), H2OImpl):
+                layer.impl.unbind()
         super().initialize_from_config(kv_cache_config)
         for group in attention_groups(self.model_runner, self._is_v2):
             for builder in group.metadata_builders:
                 if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
+                    check_kernel_block_size(group.kv_cache_spec, builder.spec)
                     builder.bind(self._step, self._split_budget(builder))
 
     def _split_budget(self, builder: H2OMetadataBuilder) -> Sequence[Any]:
