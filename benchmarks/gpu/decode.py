@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.measure import microseconds
+from benchmarks.gpu.prompt import params_of
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
-from vllm_h2o.policy.layout import SlotLayout
 
 Row = dict[str, Any]
 
@@ -57,33 +57,30 @@ def resident(
     sizes: Sizes, device: torch.device, scored: bool, tuning: Tuning | None = None
 ) -> float:
     """Microseconds per layer of a decode step over full budgets."""
-    layout = SlotLayout(
-        sizes.block_size, sizes.budget // 2, sizes.budget // 2, 4, whole_blocks=False
-    )
-    params = DecodeParams(layout, sizes.head_size**-0.5, 0.0, 1.0, mean=True)
+    params = params_of(sizes)
+    layout = params.layout
     num_blocks = sizes.num_rows * layout.budget_blocks
     layers = [
         random_pages(num_blocks + 1, sizes, device) for _ in range(sizes.num_layers)
     ]
     table = torch.randperm(num_blocks, device=device).int() + 1
+    scratch = DecodeScratch.allocate(
+        sizes.num_rows, sizes.num_heads, sizes.num_kv_heads, sizes.head_size,
+        layout.budget, device, tuning,
+    )  # fmt: skip
     rows = ResidentRows(
         table.view(sizes.num_rows, -1),
         torch.full((sizes.num_rows,), 2 * sizes.budget, device=device),
         torch.zeros(sizes.num_rows, dtype=torch.long, device=device),
+        scratch,
     )
     query = random_tokens(sizes.num_rows, sizes.num_heads, sizes, device)
     key = random_tokens(sizes.num_rows, sizes.num_kv_heads, sizes, device)
     output = torch.empty_like(query)
-    scratch = DecodeScratch.allocate(
-        sizes.num_rows, sizes.num_heads, sizes.num_kv_heads, sizes.head_size,
-        layout, device, tuning,
-    )  # fmt: skip
 
     def step() -> None:
         for pages in layers:
-            decode_resident(
-                query, key, key, pages, rows, params, output, scratch, scored=scored
-            )
+            decode_resident(query, key, key, pages, rows, params, output, scored=scored)
         rows.positions.add_(1)
 
     return microseconds(step, device) / sizes.num_layers

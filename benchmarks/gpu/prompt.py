@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from benchmarks.gpu.measure import microseconds
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
-from vllm_h2o.attention.ops.triton import compress_prompt, observe
+from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.ops.triton import compress, observe
+from vllm_h2o.attention.prompt import choose
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 
@@ -55,15 +57,15 @@ def scoring(sizes: Sizes, device: torch.device) -> tuple[float, float]:
     blocks = torch.randperm(num_blocks, device=device) + 1
     query = random_tokens(sizes.context, sizes.num_heads, sizes, device)
     scores = torch.zeros(sizes.num_kv_heads, sizes.context, device=device)
-    options = {"scale": sizes.head_size**-0.5, "score_decay": 1.0}
+    params = params_of(sizes)
     first = sizes.context - sizes.window
     lse = torch.zeros(sizes.num_heads, sizes.context, device=device)
     window = microseconds(
-        lambda: observe(query[first:], pages, blocks, first, **options, scores=scores),
+        lambda: observe(query[first:], pages, blocks, first, scores, params),
         device,
     )
     every = microseconds(
-        lambda: observe(query, pages, blocks, 0, **options, scores=scores, lse=lse),
+        lambda: observe(query, pages, blocks, 0, scores, params, lse),
         device,
     )
     return window, every
@@ -71,18 +73,25 @@ def scoring(sizes: Sizes, device: torch.device) -> tuple[float, float]:
 
 def transition(sizes: Sizes, device: torch.device) -> float:
     """Microseconds of selecting and copying."""
-    layout = SlotLayout(
-        sizes.block_size, sizes.budget // 2, sizes.budget // 2, 4, whole_blocks=False
-    )
+    params = params_of(sizes)
+    layout = params.layout
     dense = sizes.context // sizes.block_size
     pages = random_pages(dense + layout.budget_blocks + 1, sizes, device)
     blocks = torch.randperm(dense + layout.budget_blocks, device=device) + 1
     scores = torch.rand(sizes.num_kv_heads, sizes.context, device=device)
-    config, first = H2OConfig(observation_window=sizes.window), sizes.context
-    return microseconds(
-        lambda: compress_prompt(
-            scores, pages, blocks[:dense], blocks[dense:], config, layout,
-            first - sizes.window,
-        ),
-        device,
-    )  # fmt: skip
+    config = H2OConfig(observation_window=sizes.window)
+
+    def move() -> None:
+        last = sizes.context
+        chosen = choose(scores, last, last - sizes.window, config, params)
+        compress(pages, blocks[:dense], blocks[dense:], last, chosen, scores, params)
+
+    return microseconds(move, device)
+
+
+def params_of(sizes: Sizes) -> DecodeParams:
+    """Half of the budget heavy, half recent."""
+    layout = SlotLayout(
+        sizes.block_size, sizes.budget // 2, sizes.budget // 2, 4, whole_blocks=False
+    )
+    return DecodeParams(layout, sizes.head_size**-0.5, 0.0, 1.0, mean=True)

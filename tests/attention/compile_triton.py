@@ -7,6 +7,7 @@ type, say), so both are needed. Prints a JSON object, shared memory in bytes by
 kernel.
 """
 
+import dataclasses
 import json
 import sys
 
@@ -16,10 +17,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.attention.triton_state import empty_pages
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows
-from vllm_h2o.attention.ops.triton import compress_prompt, decode_resident, observe
-from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows
+from vllm_h2o.attention.ops.triton import compress, decode_resident, observe
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.lending import lend
 
 
 class NoDevice:
@@ -52,8 +53,9 @@ def compile_only(capability):
     return compiled
 
 
-def launch_all(dtype, head_size, group, block_size, whole_blocks, softcap):
+def launch_all(dtype, head_size, group, block_size, softcap, kind):
     """Launch every kernel once."""
+    whole_blocks, by_head = kind == "blocks", kind == "by head"
     layout = SlotLayout(block_size, 1024, 1024, 0, whole_blocks)
     pages = empty_pages(4, 2, head_size, block_size, dtype)
     query = torch.empty(3, 2 * group, head_size, dtype=dtype)
@@ -61,19 +63,23 @@ def launch_all(dtype, head_size, group, block_size, whole_blocks, softcap):
     table = torch.empty(3, layout.budget_blocks, dtype=torch.int32)
     rows = ResidentRows(table, torch.empty(3).long(), torch.empty(3).long())
     params = DecodeParams(layout, 0.1, softcap, 0.9, mean=True)
+    if by_head:
+        layouts = [SlotLayout(block_size, 512, 512, 0, False), layout]
+        blocks = [x.budget_blocks for x in layouts]
+        heads = HeadSlots(layouts, lend([blocks], max(blocks))[0], [pages], 0)
+        params = dataclasses.replace(params, heads=heads)
     decode_resident(query, key, key, pages, rows, params, query)
-    blocks = torch.arange(4)
-    observe(query, pages, blocks, 7, scale=0.1, score_decay=0.9, softcap=softcap)
-    scores = torch.zeros(2, block_size)
-    compress_prompt(
-        scores, pages, blocks[:1], blocks[1:], H2OConfig(), layout, first_query=0
-    )
+    blocks, scores = torch.arange(4), torch.zeros(2, block_size)
+    observe(query, pages, blocks, 7, scores, params)
+    every = torch.arange(block_size)
+    compress(pages, blocks, table[0], 0, [(every, every)] * 2, scores, params)
 
 
 if __name__ == "__main__":
     compiled = compile_only(int(sys.argv[1]))
-    launch_all(torch.bfloat16, 128, 4, 16, whole_blocks=False, softcap=0.0)
-    launch_all(torch.float32, 80, 1, 48, whole_blocks=True, softcap=30.0)
+    launch_all(torch.bfloat16, 128, 4, 16, softcap=0.0, kind="tokens")
+    launch_all(torch.bfloat16, 128, 4, 16, softcap=0.0, kind="by head")
+    launch_all(torch.float32, 80, 1, 48, softcap=30.0, kind="blocks")
     shared = {}
     for name, kernel in compiled:
         shared[name] = max(shared.get(name, 0), kernel.metadata.shared)

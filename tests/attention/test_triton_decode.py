@@ -9,9 +9,11 @@ import torch
 
 from tests.attention.triton_checks import TOLERANCE, check_step
 from tests.attention.triton_state import (
+    clone,
     content,
     make_step,
     params_of,
+    rows_to,
 )
 from vllm_h2o.attention.ops import ResidentRows, reference
 from vllm_h2o.attention.ops.triton import check_supported, decode_resident, launch
@@ -157,6 +159,25 @@ def test_rows_of_zeros_touch_block_zero_only():
     assert torch.equal(content(pages)[page:], content(step.pages)[page:])
 
 
+def test_padding_rows_touch_nothing():
+    """Position -1, whatever block table row the padding carries."""
+    step = make_step(params_of(), [30, 48, 63])
+    step.rows.positions[1] = -1
+    poisoned = dataclasses.replace(step, pages=clone(step.pages))
+    output, pages = step.run(decode_resident, scratch=step.scratch(3, 16))
+    others = step.rows.block_table[[0, 2]].flatten()
+    expected, expected_pages = poisoned.run(reference.decode_resident, "cpu")
+    assert (output[1] == 0).all()
+    torch.testing.assert_close(output[[0, 2]], expected[[0, 2]])
+    block = step.rows.block_table[1].long()
+    for name in ("keys", "values", "scores", "births"):
+        before, after = getattr(step.pages, name), getattr(pages, name)
+        torch.testing.assert_close(after[block], before[block], equal_nan=True)
+        torch.testing.assert_close(
+            after[others], getattr(expected_pages, name)[others], equal_nan=True
+        )
+
+
 def test_strided_arguments():
     """Slices of wider tensors, 32-bit positions, and vLLM's CPU layout."""
     step = make_step(params_of(), [20, 53], heads=(4, 2))
@@ -218,7 +239,9 @@ def test_too_small_scratch_is_refused():
 
 def test_no_batch_is_no_launch():
     step = make_step(params_of(), [5])
-    rows = ResidentRows(*(tensor[:0] for tensor in vars(step.rows).values()))
+    rows = ResidentRows(
+        step.rows.block_table[:0], step.rows.positions[:0], step.rows.first_queries[:0]
+    )
     empty = dataclasses.replace(
         step, query=step.query[:0], key=step.key[:0], value=step.value[:0], rows=rows
     )
@@ -244,7 +267,7 @@ def test_launcher_reads_no_value(monkeypatch):
     decode_resident(
         step.query.to("meta"), step.key.to("meta"), step.value.to("meta"),
         dataclasses.replace(step.pages, **pages),
-        ResidentRows(*(tensor.to("meta") for tensor in vars(step.rows).values())),
+        rows_to(step.rows, "meta"),
         step.params, torch.empty_like(step.query, device="meta"),
     )  # fmt: skip
     assert [grid[:2] for grid in grids] == [(2, 2), (2, 2)]

@@ -9,6 +9,7 @@ from tests.attention.triton_checks import (
     check_transition,
     make_prompt,
     make_queries,
+    scoring_params,
 )
 from tests.attention.triton_state import DEVICE
 from vllm_h2o.attention.ops.triton import observe, scoring
@@ -39,10 +40,7 @@ def test_soft_capped_scores():
 def test_window_that_spans_chunks(decay):
     """Scores of earlier queries decay and stay, also past what is seen yet."""
     scores = torch.rand(2, 120, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    actual = check_scores(
-        make_prompt(90), make_queries(20, 4), 90, decay, scores=scores
-    )
-    assert actual is scores
+    check_scores(make_prompt(90), make_queries(20, 4), 90, decay, scores=scores)
 
 
 @pytest.mark.parametrize("group", [1, 5, 16])
@@ -65,10 +63,10 @@ def test_given_log_sum_exp_is_used():
     logits = torch.einsum("qhd,hdt->hqt", query, keys.repeat_interleave(2, 0)) * SCALE
     hidden = torch.ones(9, 100, device=DEVICE).triu(92).bool()
     lse = logits.masked_fill(hidden, float("-inf")).logsumexp(-1)
-    options = {"scale": SCALE, "score_decay": 1.0}
-    computed = observe(query, pages, dense, 91, **options)
-    given = observe(query, pages, dense, 91, **options, lse=lse)
-    halved = observe(query, pages, dense, 91, **options, lse=lse + 2**0.5)
+    computed, given, halved = torch.zeros(3, 2, 100, device=DEVICE)
+    observe(query, pages, dense, 91, computed, scoring_params())
+    observe(query, pages, dense, 91, given, scoring_params(), lse=lse)
+    observe(query, pages, dense, 91, halved, scoring_params(), lse=lse + 2**0.5)
     torch.testing.assert_close(given, computed, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(halved, computed / torch.e ** (2**0.5))
 

@@ -6,11 +6,10 @@ Apart from the tests, so that the GPU benchmark can check a device with them.
 import torch
 
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
-from vllm_h2o.attention.ops import reference
-from vllm_h2o.attention.ops.triton import compress_prompt, decode_resident, observe
-from vllm_h2o.policy import scores as policy_scores
-from vllm_h2o.policy.layout import first_observer
-from vllm_h2o.policy.selection import select_residents
+from vllm_h2o.attention.ops import DecodeParams, reference
+from vllm_h2o.attention.ops.triton import compress, decode_resident, observe
+from vllm_h2o.attention.prompt import choose
+from vllm_h2o.policy.layout import SlotLayout, first_observer
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -62,22 +61,20 @@ def make_queries(num_queries, num_heads, head_size=64, dtype=torch.float32):
     return torch.randn(shape, generator=generator).mul(2).to(dtype).to(DEVICE)
 
 
-def expected_scores(query, pages, dense, first_position, num_tokens, **options):
-    keys = pages.keys[dense].permute(1, 2, 0, 3).flatten(2)[:, :, :num_tokens]
-    return policy_scores.observe(query, keys, first_position, **options)
+def scoring_params(decay=1.0, softcap=0.0):
+    return DecodeParams(SlotLayout(16, 32, 16, 4, False), SCALE, softcap, decay, False)
 
 
 def check_scores(prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None):
+    """Both add the same to the same earlier scores, by default none."""
     pages, dense, _ = prompt
-    options = {"scale": SCALE, "score_decay": decay, "softcap": softcap}
     first = num_tokens - len(query)
-    earlier = {"scores": None if scores is None else scores.clone()}
-    expected = expected_scores(
-        query, pages, dense, first, num_tokens, **options, **earlier
-    )
-    actual = observe(query, pages, dense, first, **options, scores=scores)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-    return actual
+    if scores is None:
+        scores = torch.zeros(pages.keys.shape[1], num_tokens, device=DEVICE)
+    expected, params = scores.clone(), scoring_params(decay, softcap)
+    reference.observe(query, pages, dense, first, expected, params)
+    observe(query, pages, dense, first, scores, params)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
 def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=64):
@@ -89,15 +86,10 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     # Few distinct scores, so that ties are drawn.
     scores = torch.randint(1, 5, (2, num_tokens), generator=generator) / 4
     scores = scores.to(DEVICE)
+    params = DecodeParams(layout, SCALE, 0.0, 1.0, config.score == "mean")
     first_query = first_observer(config, num_tokens)
+    chosen = choose(scores, num_tokens, first_query, config, params)
     expected = clone(pages)
-    positions, slots = select_residents(scores, config, layout, first_query)
-    heads = torch.arange(2, device=DEVICE)[:, None]
-    i, j = positions % size, slots % size
-    source, target = dense[positions // size], resident[slots // size]
-    expected.keys[target, heads, :, j] = pages.keys[source, heads, :, i]
-    expected.values[target, heads, j] = pages.values[source, heads, i]
-    expected.scores[target, heads, j] = scores.gather(1, positions)
-    expected.births[target, heads, j] = positions.int()
-    compress_prompt(scores, pages, dense, resident, config, layout, first_query)
+    for copy, into in ((reference.compress, expected), (compress, pages)):
+        copy(into, dense, resident, num_tokens, chosen, scores, params)
     assert torch.equal(content(pages), content(expected))

@@ -5,7 +5,7 @@ is somewhere in a request's life and does one step, instead of decoding to it.
 States are made on the CPU, where the reference runs, and copied to DEVICE.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton.language as tl
@@ -69,6 +69,12 @@ def content(pages):
     return raw.set_(keys.untyped_storage())
 
 
+def rows_to(rows, device):
+    """The same rows on another device, without scratch."""
+    tensors = (rows.block_table, rows.positions, rows.first_queries)
+    return ResidentRows(*(tensor.to(device) for tensor in tensors))
+
+
 @dataclass
 class Step:
     """The arguments of one decode step, whose rows hold tokens already."""
@@ -85,11 +91,11 @@ class Step:
         return Step(
             self.query.to(device), self.key.to(device), self.value.to(device),
             clone(self.pages, device),
-            ResidentRows(*(tensor.to(device) for tensor in vars(self.rows).values())),
+            rows_to(self.rows, device),
             self.params,
         )  # fmt: skip
 
-    def run(self, op, device=DEVICE, **options):
+    def run(self, op, device=DEVICE, scratch=None, **options):
         """Run `op` on a copy of the pages, into a poisoned output.
 
         Returns:
@@ -97,8 +103,9 @@ class Step:
         """
         step = self.to(device)
         output = torch.full_like(step.query, float("nan"))
+        rows = replace(step.rows, scratch=scratch)
         op(
-            step.query, step.key, step.value, step.pages, step.rows, step.params,
+            step.query, step.key, step.value, step.pages, rows, step.params,
             output, **options,
         )  # fmt: skip
         return output.cpu(), clone(step.pages, "cpu")
@@ -107,7 +114,8 @@ class Step:
         """Scratch that holds NaN and slots nobody has."""
         num_rows, num_heads, head_size = self.query.shape
         scratch = DecodeScratch.allocate(
-            num_rows, num_heads, self.key.shape[1], head_size, self.params.layout,
+            num_rows, num_heads, self.key.shape[1], head_size,
+            self.params.largest_budget,
             DEVICE, Tuning(num_splits, tile_slots),
         )  # fmt: skip
         for tensor in (scratch.logits, scratch.outputs, scratch.maxima, scratch.sums):

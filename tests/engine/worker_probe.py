@@ -45,7 +45,7 @@ class WorkerProbe:
             builder.spec, builder.layout = spec, spec.layout
         for layer in self._layers().values():
             layer.impl.h2o = config
-            layer.impl._cache_address = 0
+            layer.impl._bound = ()
 
     def probe_watch(self) -> None:
         """Remember every request's resident blocks from now on."""

@@ -335,7 +335,7 @@ def test_budget_that_leaves_no_room_is_refused(model_of, options, parts):
     ],
 )
 def test_layer_features_are_refused_when_the_layer_is_made(model_of, feature, options):
-    from vllm_h2o.attention.backend import H2OAttentionImpl
+    from vllm_h2o.attention.cpu_backend import H2OCPUImpl
 
     options = {"alibi_slopes": None} | options
     config = resolved(model_of("LlamaForCausalLM", **LLAMA))
@@ -343,9 +343,7 @@ def test_layer_features_are_refused_when_the_layer_is_made(model_of, feature, op
         set_current_vllm_config(config),
         pytest.raises(ValueError, match=f"{feature}.*drop --kv-policy"),
     ):
-        H2OAttentionImpl(
-            2, 64, 1.0, 1, sliding_window=None, kv_cache_dtype="auto", **options
-        )
+        H2OCPUImpl(2, 64, 1.0, 1, sliding_window=None, kv_cache_dtype="auto", **options)
 
 
 def test_config_reaches_the_engine_config(model_of):

@@ -1,41 +1,43 @@
-"""The attention backend on CPU: stock for prompts, ours for resident rows."""
+"""What the attention backends of all platforms share.
+
+Each class stands before its stock counterpart among the bases of a platform's
+class: `cpu_backend.py`, `cuda_backend.py`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-)
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.attention.heads import LayerHeads
-from vllm_h2o.attention.metadata import H2OMetadata, H2OMetadataBuilder
-from vllm_h2o.attention.ops import DecodeParams, cpu, decode_resident
+from vllm_h2o.attention.metadata import H2OMetadata
+from vllm_h2o.attention.ops import DecodeParams, decode_resident
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.prompt import observe_prompt, part_ways
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.layout import SlotLayout
+
+_Stock: Any = object
+"""The stock class, which comes next among the bases of a platform's class."""
 
 
-class H2OAttentionBackend(CPUAttentionBackend):
-    """Keeps the name CPU_ATTN: vLLM looks names up in its own enum."""
+class H2OBackend(_Stock):
+    """Turns the specs of full-attention layers into H2O's."""
 
-    @staticmethod
-    def get_impl_cls() -> type[H2OAttentionImpl]:
-        return H2OAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[H2OMetadataBuilder]:
-        return H2OMetadataBuilder
+    @classmethod
+    def check_supported(cls, spec: FullAttentionSpec, vllm_config: VllmConfig) -> None:
+        """Raise ValueError for what the platform's kernels do not have."""
+        raise NotImplementedError
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Turn the spec of a full-attention layer into H2O's."""
+        spec = super().customize_spec(spec)
         if type(spec) is not FullAttentionSpec:
             return spec
         vllm_config = get_current_vllm_config()
@@ -43,13 +45,16 @@ class H2OAttentionBackend(CPUAttentionBackend):
         if config is None:
             # Registered for an earlier engine of this process.
             return spec
-        cpu.check_supported(spec.dtype, spec.head_size, spec.block_size)
+        cls.check_supported(spec, vllm_config)
         max_model_len = vllm_config.model_config.max_model_len
         return H2OAttentionSpec.of(spec, config, max_model_len)
 
 
-class H2OAttentionImpl(CPUAttentionBackendImpl):
-    """One layer. Layers that are not full decoder attention run stock."""
+class H2OImpl(_Stock):
+    """One layer: prompts by the stock backend, resident rows by our kernels.
+
+    Layers that are not full decoder attention run stock.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,13 +62,17 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
         if (
             config is None
             or self.attn_type != AttentionType.DECODER
-            or self.sliding_window > 0
+            or _has_window(self.sliding_window)
         ):
             return
         _refuse_layer(self)
         self.h2o = config
         self.heads: LayerHeads | None = None
-        self._cache_address = 0
+        self._bound: tuple[Any, ...] = ()
+
+    def view(self, kv_cache: torch.Tensor) -> Pages:
+        """View the cache as the platform's stock kernels lay it out."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -88,44 +97,56 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
-        self._bind(kv_cache, metadata)
+        self._bind(kv_cache, metadata.layout)
         if metadata.stock is not None:
             self._forward_prompts(layer, query, key, value, kv_cache, metadata, output)
         if metadata.resident is not None:
-            self._part_ways(metadata)
             self._forward_residents(query, key, value, metadata, output)
         return output
 
-    def _bind(self, kv_cache: torch.Tensor, metadata: H2OMetadata) -> None:
+    def part_ways(
+        self,
+        kv_cache: torch.Tensor,
+        layout: SlotLayout,
+        blocks: torch.Tensor,
+        first_query: int,
+    ) -> None:
+        """Give the heads their own slots in a request that has filled the budget.
+
+        Args:
+            kv_cache: The layer's cache.
+            layout: The slots of a head on average.
+            blocks: `[budget_blocks]` int32 resident blocks of the request.
+            first_query: Position of the first prompt query that scored.
+        """
+        self._bind(kv_cache, layout)
+        part_ways(self._pages, blocks, first_query, self.h2o, self._params)
+
+    def unbind(self) -> None:
+        """Let go of a cache: vLLM makes one only to measure graphs with."""
+        if hasattr(self, "_bound"):
+            self._bound = ()
+            self.__dict__.pop("_pages", None)
+            self.__dict__.pop("_params", None)
+
+    def _bind(self, kv_cache: torch.Tensor, layout: SlotLayout) -> None:
         """View the pages once: vLLM binds the cache after the impl is made."""
-        if kv_cache.data_ptr() == self._cache_address:
+        bound = (kv_cache.data_ptr(), kv_cache.shape, self.heads, self.h2o, layout)
+        if bound == self._bound:
             return
-        self._pages = Pages.view(kv_cache)
+        self._pages = self.view(kv_cache)
         self._params = DecodeParams(
-            layout=metadata.layout,
+            layout=layout,
             scale=self.scale,
-            softcap=float(self.logits_soft_cap),
+            softcap=float(self.logits_soft_cap or 0.0),
             score_decay=self.h2o.score_decay,
             mean=self.h2o.score == "mean",
             heads=self.heads.slots() if self.heads else None,
         )
-        self._cache_address = kv_cache.data_ptr()
-
-    def _part_ways(self, metadata: H2OMetadata) -> None:
-        """Give heads their own slots in rows that have just filled the budget.
-
-        The first layer does it for all: a page that a layer borrows must not be
-        written while its lender still has tokens there.
-        """
-        if self.heads is None or not metadata.filled:
-            return
-        assert metadata.resident is not None
-        for layer in self.heads.members:
-            impl = layer.impl
-            impl._bind(layer.kv_cache, metadata)
-            for row in metadata.filled:
-                part_ways(impl._pages, row, metadata.resident, impl.h2o, impl._params)
-        metadata.filled = []
+        if kv_cache.is_cuda:
+            # Copied to the device now: no later step, and no capture of one, may.
+            _ = self._params.head_tables
+        self._bound = bound
 
     def _forward_prompts(
         self,
@@ -167,7 +188,7 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
         assert metadata.resident is not None
         tokens = metadata.resident_tokens
         if tokens is None:
-            rows = slice(0, metadata.num_actual_tokens)
+            rows = slice(0, len(metadata.resident.positions))
             query, key, value = query[rows], key[rows], value[rows]
             part = output[rows]
         else:
@@ -180,7 +201,14 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             output[tokens] = part
 
 
-def _refuse_layer(impl: H2OAttentionImpl) -> None:
+def _has_window(sliding_window: int | tuple[int, int]) -> bool:
+    """Whether a layer is windowed: -1 or (-1, -1) means it is not."""
+    if isinstance(sliding_window, tuple):
+        return sliding_window[0] >= 0
+    return sliding_window > 0
+
+
+def _refuse_layer(impl: Any) -> None:
     """Raise ValueError for attention that the resident kernels do not compute."""
     refused = {
         "ALiBi": impl.alibi_slopes is not None,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_h2o.attention.ops import HeadSlots
-from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import AUTO, UNIFORM, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import PageOf, lend
@@ -32,9 +31,14 @@ class LayerHeads:
     layer: int
     members: Sequence[Any]
 
+    @property
+    def largest_budget(self) -> int:
+        """Most slots of one of the layer's heads."""
+        return max(layout.budget for layout in self.layouts)
+
     def slots(self) -> HeadSlots:
         """With the pages of all layers, which are there once the cache is bound."""
-        layers = [Pages.view(member.kv_cache) for member in self.members]
+        layers = [member.impl.view(member.kv_cache) for member in self.members]
         return HeadSlots(self.layouts, self.pages, layers, self.layer)
 
 

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout, first_observer
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-logger = init_logger(f"vllm.{__name__}")
 
 PartialScores = dict[str, torch.Tensor]
 """Scores of a prompt whose observation window spans steps, by layer name."""
@@ -55,35 +47,29 @@ class H2OMetadata:
     """A batch split by row.
 
     Attributes:
-        num_actual_tokens: Tokens of the batch, without padding.
         layout: The slots of a resident request.
         stock: Metadata of the prefilling rows for the stock backend, or None.
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
         observed: Those of them with observation queries.
         resident: The resident rows, or None.
-        resident_tokens: `[num_rows]` int64 indices; None: the whole batch.
-        filled: Resident rows that have just filled the budget and whose heads have
-            not parted ways yet.
+        resident_tokens: `[num_rows]` int64 indices; None: the whole batch, one
+            token per row.
     """
 
-    num_actual_tokens: int
     layout: SlotLayout
-    stock: CPUAttentionMetadata | None = None
+    stock: Any = None
     stock_tokens: torch.Tensor | None = None
     observed: list[ObservedPrompt] = field(default_factory=list)
     resident: ResidentRows | None = None
     resident_tokens: torch.Tensor | None = None
-    filled: list[int] = field(default_factory=list)
 
 
 class StepRows:
     """The step that the worker executes: hands the plan to the builders."""
 
-    def __init__(self, request_ids: Callable[[], Sequence[str]]) -> None:
-        """Args:
-        request_ids: Returns the request ids in the row order of the batch.
-        """
-        self._request_ids = request_ids
+    def __init__(self) -> None:
+        self.request_ids: Callable[[], Sequence[str]] = tuple
+        """Returns the request ids in the row order of the batch."""
         self._plan: ResidencyPlan | None = None
         self._partial: dict[str, PartialScores] = {}
 
@@ -102,11 +88,16 @@ class StepRows:
         """Finish the step: what runs now is a dummy run."""
         self._plan = None
 
+    @property
+    def all_resident(self) -> bool:
+        """Whether every row decodes over its resident blocks, or is a dummy."""
+        return not self._plan or all(r.is_resident for r in self._plan.rows.values())
+
     def rows(self, num_reqs: int) -> list[tuple[str, RowPlan]] | None:
         """The rows of the batch in order, or None in a dummy run."""
         if self._plan is None:
             return None
-        request_ids = self._request_ids()[:num_reqs]
+        request_ids = self.request_ids()[:num_reqs]
         return [(request_id, self._plan.rows[request_id]) for request_id in request_ids]
 
     def partial_scores(self, request_id: str, keep: bool) -> PartialScores:
@@ -121,8 +112,24 @@ class StepRows:
         return self._partial.pop(request_id, {})
 
 
-class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Splits a batch by row; groups that H2O leaves alone get stock metadata."""
+_Stock: Any = object
+"""The stock builder, which comes next among the bases of a platform's class."""
+
+
+class H2OMetadataBuilder(_Stock):
+    """Splits a batch by row; groups that H2O leaves alone get stock metadata.
+
+    Stands before a platform's stock builder among the bases of a class.
+
+    `build` runs eagerly before the forward pass, also before the replay of a CUDA
+    graph. What the resident kernels read of a step is therefore in tensors that
+    live as long as the builder (or the runner: its block table) and are written in
+    place; nothing here waits for the device.
+    """
+
+    # Our metadata is not the stock backend's.
+    supports_update_block_table = False
+    supports_draft_decode_metadata_update = False
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -132,69 +139,121 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             return
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.layout
-        if self.isa == "amx":
-            # AMX packs keys in tiles, which the transition could not gather.
-            logger.info_once("H2O uses the vec layout of the KV cache instead of amx")
-            self.isa = "vec"
-            self._set_isa_to_layers(layer_names)
-        if self.isa not in ("vec", "vec16"):
-            raise ValueError(
-                f"H2O on CPU reads the KV cache layouts vec and vec16, not "
-                f"{self.isa!r} of this processor: drop --kv-policy"
-            )
+        self.parting: Sequence[Any] = ()
+        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        max_rows = max(vllm_config.scheduler_config.max_num_seqs, captured)
+        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._first_queries = torch.zeros_like(self._positions)
 
-    def bind(self, step: StepRows) -> None:
-        """Connect the builder to the worker's steps."""
+    def bind(self, step: StepRows, parting: Sequence[Any] = ()) -> None:
+        """Connect the builder to the worker's steps.
+
+        Args:
+            step: The steps.
+            parting: Layers, vLLM's `Attention` modules, whose heads part ways once
+                a request fills the budget; none where all heads have the same.
+        """
         assert self.compresses
-        self.step = step
+        self.step, self.parting = step, parting
 
-    def build(  # type: ignore[override]
+    def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> CPUAttentionMetadata | H2OMetadata:
+    ) -> Any:
         """Build the metadata of a step for one KV cache group."""
         common = common_attn_metadata
         rows = self.step.rows(common.num_reqs) if self.step else None
         if rows is None:
+            if self.compresses and self.device.type != "cpu":
+                return self._build_dummy(common_prefix_len, common, fast_build)
             return super().build(common_prefix_len, common, fast_build)
-        is_resident = torch.tensor([row.is_resident for _, row in rows])
-        metadata = H2OMetadata(common.num_actual_tokens, self.layout)
-        starts = common.query_start_loc_cpu
-        if not is_resident.all():
-            dense, token_index = _select_rows(common, ~is_resident)
+        metadata = H2OMetadata(self.layout)
+        resident = [i for i, (_, row) in enumerate(rows) if row.is_resident]
+        if len(resident) < len(rows):
+            prompts = [i for i, (_, row) in enumerate(rows) if not row.is_resident]
+            dense, metadata.stock_tokens = _select_rows(common, prompts)
             metadata.stock = super().build(common_prefix_len, dense, fast_build)
-            metadata.stock_tokens = token_index
             metadata.observed = self._observed(common, rows)
-        if is_resident.any():
-            index = is_resident.nonzero().flatten()
-            tokens = starts[index].long()
-            metadata.resident = self._resident(
-                common, [rows[i][1] for i in index], index
-            )
-            at_budget = metadata.resident.positions == self.layout.budget
-            metadata.filled = at_budget.nonzero().flatten().tolist()
-            if len(tokens) < common.num_actual_tokens:
+        if resident:
+            plans = [rows[i][1] for i in resident]
+            assert all(plan.num_scheduled_tokens == 1 for plan in plans)
+            self._part_ways(common, plans, resident)
+            if len(resident) == len(rows):
+                metadata.resident = self._resident(common, plans)
+                # Our kernel writes these tokens; the stock update skips slot -1.
+                common.slot_mapping[: common.num_actual_tokens].fill_(-1)
+            else:
+                part, tokens = _select_rows(common, resident)
+                assert tokens is not None
+                metadata.resident = self._resident(part, plans)
                 metadata.resident_tokens = tokens
-            # Our kernel writes these tokens; the stock update skips slot -1.
-            common.slot_mapping[tokens] = -1
+                common.slot_mapping.index_fill_(0, tokens, -1)
         return metadata
 
+    def _build_dummy(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool
+    ) -> Any:
+        """Metadata of a warm-up, of the capture of a graph, or of an idle rank.
+
+        Batches of one token per request are what decode graphs are captured from:
+        they run the resident kernels over rows of padding, which touch no page.
+        """
+        if common.max_query_len > 1:
+            return super().build(common_prefix_len, common, fast_build)
+        resident = self._resident(common, [])
+        resident.positions.fill_(-1)
+        return H2OMetadata(self.layout, resident=resident)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> Any:
+        """Build the metadata that a graph is captured with."""
+        if not self.compresses:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        assert common_attn_metadata.max_query_len == 1, "H2O captures decodes only"
+        return self._build_dummy(0, common_attn_metadata, False)
+
     def _resident(
-        self, common: CommonAttentionMetadata, rows: list[RowPlan], index: torch.Tensor
+        self, common: CommonAttentionMetadata, plans: list[RowPlan]
     ) -> ResidentRows:
-        first = self.spec.dense_columns
-        table = common.block_table_tensor
-        columns = table[:, first : first + self.layout.budget_blocks]
-        if len(index) < len(columns):
-            columns = columns[index]
-        assert all(row.num_scheduled_tokens == 1 for row in rows)
+        """The rows of a batch of decodes; rows after the `plans` are padding.
+
+        vLLM pads `seq_lens` with 0, which makes the position of padding -1.
+        """
+        first, num_rows = self.spec.dense_columns, common.num_reqs
+        positions = self._positions[:num_rows]
+        torch.sub(common.seq_lens[:num_rows], 1, out=positions)
+        first_queries = [first_observer(self.spec.h2o, r.prefill_end) for r in plans]
+        async_tensor_h2d(first_queries, out=self._first_queries[: len(plans)])
+        columns = slice(first, first + self.layout.budget_blocks)
         return ResidentRows(
-            columns,
-            torch.tensor([row.num_computed_tokens for row in rows]),
-            torch.tensor([first_observer(self.spec.h2o, r.prefill_end) for r in rows]),
+            common.block_table_tensor[:num_rows, columns],
+            positions,
+            self._first_queries[:num_rows],
         )
+
+    def _part_ways(
+        self,
+        common: CommonAttentionMetadata,
+        plans: list[RowPlan],
+        resident: list[int],
+    ) -> None:
+        """Give heads their own slots in rows that have just filled the budget.
+
+        Here and not in the forward pass: counts alone say which rows these are,
+        and a page that a layer borrows must not be written before its lender's
+        heads have parted. So all layers come first, and no graph contains it.
+        """
+        for i, plan in zip(resident, plans, strict=True):
+            if plan.num_computed_tokens != self.layout.budget:
+                continue
+            first = self.spec.dense_columns
+            blocks = common.block_table_tensor[i, first:][: self.layout.budget_blocks]
+            first_query = first_observer(self.spec.h2o, plan.prefill_end)
+            for layer in self.parting:
+                layer.impl.part_ways(layer.kv_cache, self.layout, blocks, first_query)
 
     def _observed(
         self, common: CommonAttentionMetadata, rows: list[tuple[str, RowPlan]]
@@ -229,25 +288,41 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 def _select_rows(
-    common: CommonAttentionMetadata, chosen: torch.Tensor
+    common: CommonAttentionMetadata, chosen: list[int]
 ) -> tuple[CommonAttentionMetadata, torch.Tensor | None]:
-    """The batch of the chosen rows, and their token indices in the old batch."""
-    if chosen.all():
+    """The batch of the chosen rows, and their token indices in the old batch.
+
+    The indices are None where all rows are chosen.
+    """
+    if len(chosen) == common.num_reqs:
         return common, None
-    index = chosen.nonzero().flatten()
+    index_cpu = torch.tensor(chosen)
     starts = common.query_start_loc_cpu
-    lengths = starts.diff()[index]
+    lengths = starts.diff()[index_cpu]
     bounds = starts.tolist()
-    tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in index.tolist()])
-    query_start_loc = torch.zeros(len(index) + 1, dtype=starts.dtype)
-    query_start_loc[1:] = lengths.cumsum(0)
+    tokens_cpu = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in chosen])
+    start_loc_cpu = torch.zeros(len(chosen) + 1, dtype=starts.dtype)
+    start_loc_cpu[1:] = lengths.cumsum(0)
+    device = common.seq_lens.device
+    index = async_tensor_h2d(index_cpu, device)
+    tokens = async_tensor_h2d(tokens_cpu, device)
+
+    def picked(rows: Any, by: Any = index_cpu) -> Any:
+        return None if rows is None else rows[by]
+
     return common.replace(
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc,
+        query_start_loc=async_tensor_h2d(start_loc_cpu, device),
+        query_start_loc_cpu=start_loc_cpu,
         seq_lens=common.seq_lens[index],
-        num_reqs=len(index),
-        num_actual_tokens=len(tokens),
+        seq_lens_cpu_upper_bound=picked(common.seq_lens_cpu_upper_bound),
+        is_prefilling=picked(common.is_prefilling),
+        positions=picked(common.positions, by=tokens),
+        req_idx=picked(common.req_idx, by=chosen),
+        num_reqs=len(chosen),
+        num_actual_tokens=len(tokens_cpu),
         max_query_len=int(lengths.max()),
         block_table_tensor=common.block_table_tensor[index],
         slot_mapping=common.slot_mapping[tokens],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
     ), tokens

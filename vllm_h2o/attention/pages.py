@@ -86,6 +86,10 @@ class Pages:
             f"a page of {page_stride} bytes has no room for scores: "
             "the layer's KV cache spec is not H2O's"
         )
+        spans = zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
+        assert sum((n - 1) * stride for n, stride in spans) * item < content, (
+            "the heads and tokens of a page do not lie together"
+        )
         keys, values = kv_cache.split(double_head // 2, dim=3)
         first = int(kv_cache.storage_offset()) * item + content
         scores, births = _state(kv_cache, first)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_h2o.attention.metadata import ObservedPrompt
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows, compress
+from vllm_h2o.attention.ops import DecodeParams, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.scores import observe
 from vllm_h2o.policy.selection import select_residents
+
+if TYPE_CHECKING:
+    # The GPU benchmark has no vLLM.
+    from vllm_h2o.attention.metadata import ObservedPrompt
 
 
 def observe_prompt(
@@ -34,21 +37,19 @@ def observe_prompt(
         params: The layer's constants.
     """
     plan = prompt.plan
-    end = plan.num_computed_tokens + plan.num_scheduled_tokens
     start = max(plan.num_computed_tokens, prompt.first_query)
-    keys = pages.keys[prompt.dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
     scores = prompt.partial.pop(layer_name, None)
     if scores is None or start == prompt.first_query:
         # The first step with observation queries, also after a restart.
-        scores = torch.zeros(keys.shape[0], plan.prefill_end)
-    scores = observe(
+        num_kv_heads = pages.keys.shape[1]
+        scores = torch.zeros(num_kv_heads, plan.prefill_end, device=query.device)
+    observe(
         query[start - plan.num_computed_tokens :],
-        keys[:, :, :end],
+        pages,
+        prompt.dense_blocks,
         start,
-        scale=params.scale,
-        score_decay=params.score_decay,
-        softcap=params.softcap,
-        scores=scores,
+        scores,
+        params,
     )
     if prompt.resident_blocks is None:
         prompt.partial[layer_name] = scores
@@ -83,7 +84,11 @@ def compress_prompt(
 
 
 def part_ways(
-    pages: Pages, row: int, rows: ResidentRows, config: H2OConfig, params: DecodeParams
+    pages: Pages,
+    blocks: torch.Tensor,
+    first_query: int,
+    config: H2OConfig,
+    params: DecodeParams,
 ) -> None:
     """Give the heads of a row that has just filled the budget their own slots.
 
@@ -91,15 +96,13 @@ def part_ways(
 
     Args:
         pages: The layer's pages.
-        row: A row of `rows` whose position is the budget.
-        rows: The resident rows.
+        blocks: `[budget_blocks]` int32 resident blocks of the row.
+        first_query: Position of the first prompt query that scored.
         config: The policy.
         params: The layer's constants, with budgets by head.
     """
-    position, blocks = params.layout.budget, rows.block_table[row]
-    own = blocks[: params.layout.budget_blocks].long()
-    scores = pages.scores[own].transpose(0, 1).flatten(1)
-    first_query = int(rows.first_queries[row])
+    position = params.layout.budget
+    scores = pages.scores[blocks.long()].transpose(0, 1).flatten(1)
     chosen = choose(scores, position, first_query, config, params)
     compress(pages, blocks, blocks, position, chosen, scores, params)
 
@@ -116,6 +119,9 @@ def choose(
     A head with less than the common budget has no room for spans: it picks tokens.
     """
     layouts = params.layouts_at(position, len(scores))
+    if params.heads is None or position < params.layout.budget:
+        positions, slots = select_residents(scores, config, params.layout, first_query)
+        return [(positions[head], slots) for head in range(len(scores))]
     tokens_only = replace(config, pooling=1)
     chosen = []
     for head, layout in enumerate(layouts):

@@ -32,7 +32,10 @@ from vllm_h2o.policy.config import (
 )
 
 SCHEDULER_CLS = "vllm_h2o.core.scheduler.H2OScheduler"
-WORKER_CLS = {"cpu": "vllm_h2o.plugin.worker.H2OCPUWorker"}
+WORKER_CLS = {
+    "cpu": "vllm_h2o.plugin.worker.H2OCPUWorker",
+    "cuda": "vllm_h2o.plugin.gpu_worker.H2OGPUWorker",
+}
 
 _PREFIX = "h2o_"
 _NEEDED = (
@@ -191,14 +194,18 @@ def needed_worker_cls() -> str:
     """
     from vllm.platforms import current_platform
 
-    try:
-        return WORKER_CLS[current_platform.device_type]
-    except KeyError:
-        raise ValueError(
-            f"kv_policy (--kv-policy) is given, but H2O has no worker for device "
-            f"{current_platform.device_type!r} yet: use {', '.join(WORKER_CLS)}, or "
-            "drop --kv-policy"
-        ) from None
+    # Not by `device_type`: ROCm calls itself "cuda".
+    for name, present in (
+        ("cpu", current_platform.is_cpu()),
+        ("cuda", current_platform.is_cuda()),
+    ):
+        if present:
+            return WORKER_CLS[name]
+    raise ValueError(
+        f"kv_policy (--kv-policy) is given, but H2O has no worker for device "
+        f"{current_platform.device_name!r} yet: use {', '.join(WORKER_CLS)}, or "
+        "drop --kv-policy"
+    )
 
 
 def _claim(engine_args: Any, name: str, default: str | None, ours: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from vllm_h2o.policy.config import H2OConfig
 
@@ -142,12 +142,38 @@ def _check_cache(vllm_config: VllmConfig) -> None:
 
 def _check_kernel(vllm_config: VllmConfig) -> None:
     """What the kernel lacks, as far as the model's config tells."""
-    from vllm_h2o.attention.ops import cpu
+    from vllm.platforms import current_platform
 
     model = vllm_config.model_config
     assert isinstance(model.dtype, torch.dtype)
     block_size = vllm_config.cache_config.block_size
-    cpu.check_supported(model.dtype, model.get_head_size(), block_size)
+    shape = (model.dtype, model.get_head_size(), block_size)
+    if current_platform.is_cpu():
+        from vllm_h2o.attention.ops import cpu
+
+        cpu.check_supported(*shape)
+        return
+    from vllm_h2o.attention.ops import triton
+
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    triton.check_supported(*shape, heads, kv_heads)
+    check_cuda_options(vllm_config)
+
+
+def check_cuda_options(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for options of vLLM on CUDA that H2O can not serve."""
+    attention = vllm_config.attention_config
+    backend = attention.backend.name if attention.backend else None
+    # CUSTOM: H2O's own, in a worker that shares the config of its engine.
+    if backend not in (None, "FLASH_ATTN", "TRITON_ATTN", "CUSTOM"):
+        fix = "use FLASH_ATTN or TRITON_ATTN, which read the prompts"
+        _refuse("--attention-backend", backend, fix)
+    if attention.backend_per_kind:
+        fix = "use --attention-backend"
+        _refuse("attention_config.backend_per_kind", attention.backend_per_kind, fix)
+    if vllm_config.parallel_config.enable_dbo:
+        _refuse("--enable-dbo", True, "drop --enable-dbo")
 
 
 def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
@@ -211,3 +237,16 @@ def check_kv_cache_config(
                 f"{type(spec).__name__}, because its layers differ in shape; "
                 "drop --kv-policy (kv_policy, enable_h2o)"
             )
+
+
+def check_kernel_block_size(managed: KVCacheSpec, read: KVCacheSpec) -> None:
+    """Raise when the stock backend reads smaller blocks than are managed.
+
+    vLLM then cuts each page in several, which leaves no place for scores.
+    """
+    if managed.block_size != read.block_size:
+        raise ValueError(
+            f"H2O needs one page per block, but --block-size {managed.block_size} is "
+            f"cut into blocks of {read.block_size} for the attention backend: use "
+            f"--block-size {read.block_size}, or drop --kv-policy"
+        )

@@ -1,7 +1,8 @@
-"""The worker: registers the backend, hands each step's plan to the builders."""
+"""The workers: register the backend, hand each step's plan to the builders."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
@@ -10,12 +11,15 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_h2o.attention.backend import H2OImpl
 from vllm_h2o.attention.heads import profile_path, split
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.ops import cpu
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.validate import (
+    check_kernel_block_size,
     check_kv_cache_config,
     check_profile,
     check_vllm_config,
@@ -30,19 +34,35 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-class H2OCPUWorker(CPUWorker):
-    """vLLM's CPU worker with H2O's attention backend."""
+_Stock: Any = object
+"""The stock worker, which comes next among the bases of a platform's class."""
+
+
+class H2OWorker(_Stock):
+    """What the workers of all platforms share."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Again here: --worker-cls may be given without our engine arguments.
         check_vllm_config(vllm_config)
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            "vllm_h2o.attention.backend.H2OAttentionBackend",
-        )
-        cpu.build()
         self._plan = ResidencyPlan(stats=H2OStats().as_dict())
+        self._step = StepRows()
+        self._warming_up = False
+        self.register_backend(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
+
+    @staticmethod
+    def register_backend(vllm_config: VllmConfig) -> None:
+        """Make vLLM's layers, which are not there yet, take H2O's backend."""
+        raise NotImplementedError
+
+    def init_device(self) -> None:
+        """Make the model runner, and connect the steps to it."""
+        super().init_device()
+        follow(self.model_runner, self._step, self._is_v2)
+
+    @property
+    def _is_v2(self) -> bool:
+        return self.vllm_config.use_v2_model_runner
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The specs of the layers; the backend reads the policy from the config."""
@@ -52,22 +72,27 @@ class H2OCPUWorker(CPUWorker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""
         check_kv_cache_config(self.vllm_config, kv_cache_config)
+        context = self.vllm_config.compilation_config.static_forward_context
+        for layer in context.values():
+            if isinstance(getattr(layer, "impl", None), H2OImpl):
+                layer.impl.unbind()
         super().initialize_from_config(kv_cache_config)
-        # The V1 runner keeps its batch in the row order of the step.
-        runner = self.model_runner
-        self._step = StepRows(lambda: runner.input_batch.req_ids)
-        for group in runner._attn_group_iterator():
+        for group in attention_groups(self.model_runner, self._is_v2):
             for builder in group.metadata_builders:
                 if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
-                    builder.bind(self._step)
-                    self._split_budget(builder)
+                    check_kernel_block_size(group.kv_cache_spec, builder.spec)
+                    builder.bind(self._step, self._split_budget(builder))
 
-    def _split_budget(self, builder: H2OMetadataBuilder) -> None:
-        """Give the heads of a KV cache group their budgets, if there is a profile."""
+    def _split_budget(self, builder: H2OMetadataBuilder) -> Sequence[Any]:
+        """Give the heads of a KV cache group their budgets, if there is a profile.
+
+        Returns:
+            The layers whose heads part ways.
+        """
         config = builder.spec.h2o
         path = profile_path(config, self.vllm_config.model_config.model)
         if path is None:
-            return
+            return ()
         context = self.vllm_config.compilation_config.static_forward_context
         names = sorted(builder.layer_names, key=extract_layer_index)
         layers = [context[name] for name in names]
@@ -94,10 +119,21 @@ class H2OCPUWorker(CPUWorker):
             "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
             path, min(budgets), max(budgets), sum(budgets) // len(budgets),
         )  # fmt: skip
+        return layers
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up; vLLM makes steps of its own for that, which have no plan."""
+        self._warming_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._warming_up = False
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Run a step under the scheduler's plan."""
         plan = getattr(scheduler_output, PLAN_ATTRIBUTE, None)
+        if plan is None and self._warming_up:
+            return super().execute_model(scheduler_output)
         if plan is None and scheduler_output.total_num_scheduled_tokens:
             raise RuntimeError(
                 "H2O's worker got a step without a plan: --worker-cls is H2O's but "
@@ -115,3 +151,16 @@ class H2OCPUWorker(CPUWorker):
     def h2o_stats(self) -> dict[str, int]:
         """The scheduler's counters up to the last executed step."""
         return self._plan.stats
+
+
+class H2OCPUWorker(H2OWorker, CPUWorker):
+    """vLLM's CPU worker with H2O's attention backend."""
+
+    @staticmethod
+    def register_backend(vllm_config: VllmConfig) -> None:
+        """See the base class."""
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "vllm_h2o.attention.cpu_backend.H2OCPUBackend",
+        )
+        cpu.build()

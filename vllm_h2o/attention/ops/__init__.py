@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -19,14 +22,18 @@ class ResidentRows:
 
     Attributes:
         block_table: `[num_rows, >= budget_blocks]` int32 resident blocks.
-        positions: `[num_rows]` int64 position of the new token.
+        positions: `[num_rows]` int64 position of the new token; -1: the row is
+            padding, touches no page and gets an output of 0.
         first_queries: `[num_rows]` int64 position of the first prompt query
             that scored.
+        scratch: What the Triton kernels hand to each other, for at least these
+            rows; None: made for each call.
     """
 
     block_table: torch.Tensor
     positions: torch.Tensor
     first_queries: torch.Tensor
+    scratch: Any = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,39 @@ class DecodeParams:
     mean: bool
     heads: HeadSlots | None = None
 
+    @property
+    def largest_budget(self) -> int:
+        """Most slots that a KV head ever has."""
+        own = self.heads.layouts if self.heads else ()
+        return max(self.layout.budget, *(layout.budget for layout in own), 0)
+
+    @cached_property
+    def head_tables(self) -> tuple[torch.Tensor, ...] | None:
+        """Budgets by head as the Triton kernels read them, on the pages' device.
+
+        Returns:
+            None where all heads have the same budget, else
+            `sizes`: `[num_kv_heads, 2]` int32 budget and heavy slots;
+            `columns`: `[num_kv_heads + 1, most blocks]` int32 resident block of each
+            page; row 0 is what all heads have until they part, row g + 1 head g's;
+            `kv_offsets`, `state_offsets`: of the same shape, int64, from our pages
+            to the lender's in elements of K and V, and in 4-byte words.
+        """
+        if self.heads is None:
+            return None
+        pages = self.heads.layers[self.heads.layer]
+        most = self.largest_budget // self.layout.block_size
+        num_kv_heads = len(self.heads.pages)
+        columns = torch.arange(most, dtype=torch.int32).repeat(num_kv_heads + 1, 1)
+        offsets = torch.zeros(columns.shape, dtype=torch.int64)
+        for head, row in enumerate(self.heads.pages):
+            columns[head + 1, : len(row)] = self.heads.columns[head, : len(row)]
+            offsets[head + 1, : len(row)] = self.heads.offsets[head, : len(row)]
+        item = pages.keys.element_size()
+        assert not (offsets % 4).any(), "caches of layers are not aligned to words"
+        tables = (self.heads.sizes.int(), columns, offsets // item, offsets // 4)
+        return tuple(table.to(pages.keys.device) for table in tables)
+
     def layouts_at(self, position: int, num_kv_heads: int) -> Sequence[SlotLayout]:
         """The slots of each KV head when the token at `position` comes."""
         if self.heads is None or position < self.layout.budget:
@@ -122,12 +162,7 @@ def decode_resident(
     Raises:
         ValueError: A dtype or head size that no kernel has.
     """
-    if query.is_cuda:
-        from vllm_h2o.attention.ops import triton as kernel
-    else:
-        from vllm_h2o.attention.ops import cpu as kernel  # type: ignore[no-redef]
-
-    kernel.decode_resident(query, key, value, pages, rows, params, output)
+    _kernel(query).decode_resident(query, key, value, pages, rows, params, output)
 
 
 def compress(
@@ -153,6 +188,45 @@ def compress(
         scores: `[num_kv_heads, num_tokens]` float32, by position.
         params: The layer's constants.
     """
-    from vllm_h2o.attention.ops import cpu
+    _kernel(scores).compress(
+        pages, source_blocks, target_blocks, position, chosen, scores, params
+    )
 
-    cpu.compress(pages, source_blocks, target_blocks, position, chosen, scores, params)
+
+def observe(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+) -> None:
+    """Add the attention of consecutive prompt queries to the prompt's scores.
+
+    The formula is `vllm_h2o.policy.scores.observe`'s; the keys are in their pages.
+
+    Args:
+        query: `[m, num_heads, head_size]`, queries at positions
+            `first_position ..+ m`, after RoPE.
+        pages: The layer's pages, read only.
+        dense_blocks: `[>= cdiv(first_position + m, block_size)]` int32 blocks of
+            the prompt.
+        first_position: Position of `query[0]`.
+        scores: `[num_kv_heads, >= first_position + m]` float32 sums of earlier
+            queries, updated in place.
+        params: The layer's constants.
+    """
+    if query.is_cuda:
+        _kernel(query).observe(
+            query, pages, dense_blocks, first_position, scores, params
+        )
+        return
+    from vllm_h2o.attention.ops import reference
+
+    reference.observe(query, pages, dense_blocks, first_position, scores, params)
+
+
+def _kernel(tensor: torch.Tensor, without_cuda: str = "cpu") -> ModuleType:
+    """The kernels of the tensor's device."""
+    name = "triton" if tensor.is_cuda else without_cuda
+    return importlib.import_module(f"vllm_h2o.attention.ops.{name}")

@@ -8,6 +8,7 @@ import torch
 
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy import scores as policy_scores
 
 
 def decode_resident(
@@ -23,6 +24,9 @@ def decode_resident(
     num_kv_heads = key.shape[1]
     group = query.shape[1] // num_kv_heads
     for row in range(query.shape[0]):
+        if rows.positions[row] < 0:
+            output[row] = 0
+            continue
         for head in range(num_kv_heads):
             resident = _Resident(pages, rows, row, head, params)
             resident.graduate()
@@ -57,6 +61,28 @@ def compress(
         target = _Resident(pages, rows, 0, head, params)
         for what, content in tokens.items():
             target.put(what, slots, content)
+
+
+def observe(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+) -> None:
+    """See `vllm_h2o.attention.ops.observe`."""
+    end = first_position + len(query)
+    keys = pages.keys[dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
+    policy_scores.observe(
+        query,
+        keys[:, :, :end],
+        first_position,
+        scale=params.scale,
+        score_decay=params.score_decay,
+        softcap=params.softcap,
+        scores=scores,
+    )
 
 
 class _Resident:

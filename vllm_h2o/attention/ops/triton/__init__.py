@@ -11,13 +11,13 @@ from vllm_h2o.attention.ops.triton.launch import (
     decode_resident,
 )
 from vllm_h2o.attention.ops.triton.scoring import observe
-from vllm_h2o.attention.ops.triton.transition import compress_prompt
+from vllm_h2o.attention.ops.triton.transition import compress
 
 __all__ = [
     "DecodeScratch",
     "Tuning",
     "check_supported",
-    "compress_prompt",
+    "compress",
     "decode_resident",
     "observe",
 ]

@@ -6,18 +6,25 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops.triton.graduate import graduate, write_token
-from vllm_h2o.attention.ops.triton.slots import is_occupied, page_offsets, slot_of
+from vllm_h2o.attention.ops.triton.slots import (
+    is_occupied,
+    page_offsets,
+    places_of,
+    sizes_of,
+    slot_of,
+)
 
 
 @triton.jit
 def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
-    table, table_stride, positions,
+    table, table_stride, heads, positions,
     logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
     score_decay,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr, LARGEST_BUDGET: tl.constexpr,
     UNIT: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
     NUM_SPLITS: tl.constexpr, SPLIT_SLOTS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -34,24 +41,32 @@ def combine_kernel(
 
     Grid `(num_rows, num_kv_heads, max(GROUP, score tiles))`: program i of a KV
     head merges its query head i, updates the scores of its tile i of BLOCK_T
-    slots, and program 0 moves the graduate and writes the new token.
+    slots, and program 0 moves the graduate and writes the new token. A row of
+    position -1 is padding: its output is 0 and none of its pages is touched.
 
     Reference: graduate, write and attend of ops/reference.py, state equal at
     the end of the step.
     """
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
-    slot = slot_of(position, HEAVY, BUDGET - HEAVY)
-    length = tl.minimum(position + 1, BUDGET)
+    out = output + row.to(tl.int64) * output_strides[0]
+    out += (head * GROUP + part) * output_strides[1]
+    if position < 0:
+        d = tl.arange(0, BLOCK_D)
+        nothing = tl.zeros([BLOCK_D], out.dtype.element_ty)
+        tl.store(out + d, nothing, mask=d < tl.where(part < GROUP, HEAD_SIZE, 0))
+        return
+    heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
+    slot = slot_of(position, heavy, budget)
+    length = tl.minimum(position + 1, budget)
     table += row.to(tl.int64) * table_stride
+    places, state = places_of(table, heads, head, position, BUDGET, HEAD_BLOCKS)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
     # Splits past the length wrote nothing.
     num_splits = tl.cdiv(length, SPLIT_SLOTS)
     first_partial = item * NUM_SPLITS * GROUP
 
     if part < GROUP:
-        out = output + row.to(tl.int64) * output_strides[0]
-        out += (head * GROUP + part) * output_strides[1]
         merge_head(
             out, partial_outputs, partial_maxima, partial_sums,
             first_partial + part, num_splits, GROUP, HEAD_SIZE, BLOCK_P, BLOCK_D,
@@ -59,11 +74,12 @@ def combine_kernel(
     if SCORED:  # noqa: SIM102 (at compile time)
         if part * BLOCK_T < length:
             update_scores(
-                scores, state_strides, table, logits + item * GROUP * BUDGET,
+                scores, state_strides, state,
+                logits + item * GROUP * LARGEST_BUDGET,
                 partial_maxima + first_partial, partial_sums + first_partial,
                 losers + item, leaving_scores + item, score_decay,
                 part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, position,
-                slot, GROUP, BLOCK_SIZE, BUDGET, UNIT, COMPETES,
+                slot, budget, GROUP, BLOCK_SIZE, LARGEST_BUDGET, UNIT, COMPETES,
                 BLOCK_G, BLOCK_P,
             )  # fmt: skip
     if part == 0:
@@ -72,7 +88,7 @@ def combine_kernel(
             if loser >= 0:
                 graduate(
                     keys, keys_strides, values, values_strides, births,
-                    state_strides, table, head, slot, loser,
+                    state_strides, places, state, head, slot, loser,
                     HEAD_SIZE, BLOCK_D, BLOCK_SIZE, UNIT, BLOCK_U,
                 )  # fmt: skip
             # No thread may overwrite the graduate before all have read it.
@@ -81,7 +97,7 @@ def combine_kernel(
             key + row.to(tl.int64) * key_strides[0] + head * key_strides[1],
             value + row.to(tl.int64) * value_strides[0] + head * value_strides[1],
             keys, keys_strides, values, values_strides, births, state_strides,
-            table, head, slot, position, HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
+            places, state, head, slot, position, HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
 
 
@@ -109,9 +125,10 @@ def merge_head(
 
 @triton.jit
 def update_scores(
-    scores, state_strides, table, logits, partial_maxima, partial_sums,
+    scores, state_strides, state, logits, partial_maxima, partial_sums,
     loser, leaving_score, score_decay, slots, num_splits, head, position, slot,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BUDGET: tl.constexpr,
+    budget, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    LARGEST_BUDGET: tl.constexpr,
     UNIT: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -125,9 +142,9 @@ def update_scores(
     maximum = tl.max(maxima, axis=1)
     total = tl.sum(sums * tl.exp(maxima - maximum[:, None]), axis=1)
 
-    held = is_occupied(slots, position, slot, BUDGET, UNIT)
+    held = is_occupied(slots, position, slot, budget, UNIT)
     z = tl.load(
-        logits + g[:, None] * BUDGET + slots[None, :],
+        logits + g[:, None] * LARGEST_BUDGET + slots[None, :],
         mask=in_group[:, None] & held[None, :],
         other=float("-inf"),
     )
@@ -138,12 +155,12 @@ def update_scores(
         lost = tl.load(loser)
         won = (slots >= lost) & (slots < lost + UNIT)
         source = tl.where(won, slots - lost + slot, slots)
-    offsets = page_offsets(table, source, held, head, state_strides, BLOCK_SIZE)
+    offsets = page_offsets(state, source, held, head, state_strides, BLOCK_SIZE)
     # Another program may be writing the new token's score to `slot`.
     readable = held & (source != slot)
     score = tl.load(scores + offsets, mask=readable, other=0.0)
     if COMPETES:
         score = tl.where((source == slot) & won, tl.load(leaving_score), score)
     score = score * score_decay + tl.sum(received, axis=0)
-    offsets = page_offsets(table, slots, held, head, state_strides, BLOCK_SIZE)
+    offsets = page_offsets(state, slots, held, head, state_strides, BLOCK_SIZE)
     tl.store(scores + offsets, score, mask=held)

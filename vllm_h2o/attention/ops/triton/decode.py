@@ -9,6 +9,8 @@ from vllm_h2o.attention.ops.triton.graduate import NOBODY, find_loser
 from vllm_h2o.attention.ops.triton.slots import (
     is_occupied,
     page_offsets,
+    places_of,
+    sizes_of,
     slot_of,
     soft_capped,
 )
@@ -22,11 +24,12 @@ _NO_LOGIT = tl.constexpr(-1.0e38)
 def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
-    table, table_stride, positions, first_queries,
+    table, table_stride, heads, positions, first_queries,
     logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
     scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr, LARGEST_BUDGET: tl.constexpr,
     PINNED: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
     NUM_SPLITS: tl.constexpr, SPLIT_SLOTS: tl.constexpr,
@@ -39,8 +42,10 @@ def attend_kernel(
         z[h,s] = scale * q[h] . K[s], soft-capped
         m[h]   = max_s z,  l[h] = sum_s exp(z - m),  o[h] = sum_s exp(z - m) V[s]
 
-    Grid `(num_rows, num_kv_heads, NUM_SPLITS)`; the GROUP query heads of a KV
-    head share each read of K and V. Writes `m`, `l`, `o` of the split, the
+    Grid `(num_rows, num_kv_heads, NUM_SPLITS)`, of the LARGEST_BUDGET of a head:
+    programs past a head's own slots return at once, and so do all of a row of
+    position -1, which is padding. The GROUP query heads of a KV head share each
+    read of K and V. Writes `m`, `l`, `o` of the split, the
     logits `z` once if SCORED, and (split 0) who loses its slot.
 
     Reference: graduate, write and attend of ops/reference.py. Deviations: the
@@ -52,25 +57,27 @@ def attend_kernel(
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
+    heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
     start = split * SPLIT_SLOTS
-    end = tl.minimum(start + SPLIT_SLOTS, tl.minimum(position + 1, BUDGET))
+    end = tl.minimum(start + SPLIT_SLOTS, tl.minimum(position + 1, budget))
     if start >= end:
         return
     table += row.to(tl.int64) * table_stride
-    slot = slot_of(position, HEAVY, BUDGET - HEAVY)
+    places, state = places_of(table, heads, head, position, BUDGET, HEAD_BLOCKS)
+    slot = slot_of(position, heavy, budget)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
 
     loser = tl.full((), NOBODY, tl.int32)
     if COMPETES:
-        graduates = (position >= BUDGET) & (position % UNIT == 0)
-        if graduates & (start < HEAVY):
+        graduates = (position >= budget) & (position % UNIT == 0)
+        if graduates & (start < heavy):
             loser = find_loser(
-                scores, births, state_strides, table, head, position,
-                tl.load(first_queries + row).to(tl.int32), slot,
-                PINNED, HEAVY, MEAN, UNIT, BLOCK_U, BLOCK_SIZE, CANDIDATES,
+                scores, births, state_strides, state, head, position,
+                tl.load(first_queries + row).to(tl.int32), slot, heavy,
+                PINNED, MEAN, UNIT, BLOCK_U, BLOCK_SIZE, CANDIDATES,
             )  # fmt: skip
         if split == 0:
-            leaving = page_offsets(table, slot, True, head, state_strides, BLOCK_SIZE)
+            leaving = page_offsets(state, slot, True, head, state_strides, BLOCK_SIZE)
             tl.store(losers + item, loser)
             # Combine reads it after another program may have zeroed it.
             tl.store(leaving_scores + item, tl.load(scores + leaving))
@@ -90,7 +97,7 @@ def attend_kernel(
     new_z = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale
     new_z = soft_capped(new_z, softcap, SOFTCAP)
     holds_new = (slot >= start) & (slot < end)
-    z_rows = (item * GROUP + g) * BUDGET
+    z_rows = (item * GROUP + g) * LARGEST_BUDGET
     if SCORED:
         z_mask = g < tl.where(holds_new, GROUP, 0)
         tl.store(logits + z_rows + slot, new_z, mask=z_mask)
@@ -101,12 +108,12 @@ def attend_kernel(
 
     for first in range(start, end, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
-        held = is_occupied(s, position, slot, BUDGET, UNIT) & (s < end) & (s != slot)
+        held = is_occupied(s, position, slot, budget, UNIT) & (s < end) & (s != slot)
         source = s
         if COMPETES:
             replaced = (s >= loser) & (s < loser + UNIT)
             source = tl.where(replaced, s - loser + slot, s)
-        at = page_offsets(table, source, held, head, keys_strides, BLOCK_SIZE)
+        at = page_offsets(places, source, held, head, keys_strides, BLOCK_SIZE)
         k_mask = in_head[:, None] & held[None, :]
         k = tl.load(
             keys + at[None, :] + d[:, None] * keys_strides[3], mask=k_mask, other=0.0
@@ -120,7 +127,7 @@ def attend_kernel(
         new_maximum = tl.maximum(maximum, tl.max(z, axis=1))
         weight = tl.exp(z - new_maximum[:, None])
         rescale = tl.exp(maximum - new_maximum)
-        at = page_offsets(table, source, held, head, values_strides, BLOCK_SIZE)
+        at = page_offsets(places, source, held, head, values_strides, BLOCK_SIZE)
         v_mask = held[:, None] & in_head[None, :]
         v = tl.load(
             values + at[:, None] + d[None, :] * values_strides[3],

@@ -14,7 +14,7 @@ _NEVER_BORN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def unit_values(
-    scores, births, state_strides, table, first_slots, exists, head,
+    scores, births, state_strides, state, first_slots, exists, head,
     position, first_query,
     MEAN: tl.constexpr, UNIT: tl.constexpr, BLOCK_U: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -27,7 +27,7 @@ def unit_values(
     within = tl.arange(0, BLOCK_U)[None, :]
     slots = first_slots[:, None] + within
     mask = exists[:, None] & (within < UNIT)
-    offsets = page_offsets(table, slots, mask, head, state_strides, BLOCK_SIZE)
+    offsets = page_offsets(state, slots, mask, head, state_strides, BLOCK_SIZE)
     value = tl.load(scores + offsets, mask=mask, other=0.0)
     if MEAN:
         birth = tl.load(births + offsets, mask=mask, other=0)
@@ -39,8 +39,8 @@ def unit_values(
 
 @triton.jit
 def find_lowest(
-    scores, births, state_strides, table, head, position, first_query,
-    PINNED: tl.constexpr, HEAVY: tl.constexpr, MEAN: tl.constexpr,
+    scores, births, state_strides, state, head, position, first_query, heavy,
+    PINNED: tl.constexpr, MEAN: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
@@ -48,15 +48,15 @@ def find_lowest(
     candidate = tl.arange(0, CANDIDATES) * UNIT
     lowest = tl.full([CANDIDATES], float("inf"), tl.float32)
     oldest = tl.full([CANDIDATES], _NEVER_BORN, tl.int32)
-    loser = tl.full([CANDIDATES], HEAVY, tl.int32)
-    for start in range(PINNED, HEAVY, CANDIDATES * UNIT):
+    loser = tl.full([CANDIDATES], 0, tl.int32) + heavy
+    for start in range(PINNED, heavy, CANDIDATES * UNIT):
         slots = start + candidate
-        exists = slots < HEAVY
+        exists = slots < heavy
         value = unit_values(
-            scores, births, state_strides, table, slots, exists, head,
+            scores, births, state_strides, state, slots, exists, head,
             position, first_query, MEAN, UNIT, BLOCK_U, BLOCK_SIZE,
         )  # fmt: skip
-        offsets = page_offsets(table, slots, exists, head, state_strides, BLOCK_SIZE)
+        offsets = page_offsets(state, slots, exists, head, state_strides, BLOCK_SIZE)
         birth = tl.load(births + offsets, mask=exists, other=_NEVER_BORN)
         older = (value == lowest) & (birth < oldest)
         better = exists & ((value < lowest) | older)
@@ -65,25 +65,25 @@ def find_lowest(
         loser = tl.where(better, slots, loser)
     minimum = tl.min(lowest, axis=0)
     oldest = tl.where(lowest == minimum, oldest, _NEVER_BORN)
-    loser = tl.where(oldest == tl.min(oldest, axis=0), loser, HEAVY)
+    loser = tl.where(oldest == tl.min(oldest, axis=0), loser, heavy)
     return minimum, tl.min(loser, axis=0)
 
 
 @triton.jit
 def find_loser(
-    scores, births, state_strides, table, head, position, first_query, slot,
-    PINNED: tl.constexpr, HEAVY: tl.constexpr, MEAN: tl.constexpr,
+    scores, births, state_strides, state, head, position, first_query, slot, heavy,
+    PINNED: tl.constexpr, MEAN: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """First slot of the heavy unit that the unit in `slot` replaces, or NOBODY."""
     lowest, loser = find_lowest(
-        scores, births, state_strides, table, head, position, first_query,
-        PINNED, HEAVY, MEAN, UNIT, BLOCK_U, BLOCK_SIZE, CANDIDATES,
+        scores, births, state_strides, state, head, position, first_query, heavy,
+        PINNED, MEAN, UNIT, BLOCK_U, BLOCK_SIZE, CANDIDATES,
     )  # fmt: skip
     leaving_slot = tl.full([1], 0, tl.int32) + slot
     leaving = unit_values(
-        scores, births, state_strides, table, leaving_slot, leaving_slot >= 0, head,
+        scores, births, state_strides, state, leaving_slot, leaving_slot >= 0, head,
         position, first_query, MEAN, UNIT, BLOCK_U, BLOCK_SIZE,
     )  # fmt: skip
     return tl.where(tl.max(leaving, axis=0) > lowest, loser, NOBODY)
@@ -91,22 +91,22 @@ def find_loser(
 
 @triton.jit
 def copy_rows(
-    rows, strides, table, source, target, mask, head,
+    rows, strides, places, source, target, mask, head,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Copy keys or values between slots of a request."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     along = dim * strides[3]
     mask_2d = mask[:, None] & (dim < HEAD_SIZE)
-    origin = page_offsets(table, source, mask, head, strides, BLOCK_SIZE)
+    origin = page_offsets(places, source, mask, head, strides, BLOCK_SIZE)
     data = tl.load(rows + origin[:, None] + along, mask=mask_2d)
-    destination = page_offsets(table, target, mask, head, strides, BLOCK_SIZE)
+    destination = page_offsets(places, target, mask, head, strides, BLOCK_SIZE)
     tl.store(rows + destination[:, None] + along, data, mask=mask_2d)
 
 
 @triton.jit
 def graduate(
-    keys, key_strides, values, value_strides, births, state_strides, table,
+    keys, key_strides, values, value_strides, births, state_strides, places, state,
     head, slot, loser,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_U: tl.constexpr,
@@ -119,23 +119,23 @@ def graduate(
     mask = within < UNIT
     source, target = slot + within, loser + within
     copy_rows(
-        keys, key_strides, table, source, target, mask, head,
+        keys, key_strides, places, source, target, mask, head,
         HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
     )  # fmt: skip
     copy_rows(
-        values, value_strides, table, source, target, mask, head,
+        values, value_strides, places, source, target, mask, head,
         HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
     )  # fmt: skip
-    origin = page_offsets(table, source, mask, head, state_strides, BLOCK_SIZE)
+    origin = page_offsets(state, source, mask, head, state_strides, BLOCK_SIZE)
     birth = tl.load(births + origin, mask=mask)
-    destination = page_offsets(table, target, mask, head, state_strides, BLOCK_SIZE)
+    destination = page_offsets(state, target, mask, head, state_strides, BLOCK_SIZE)
     tl.store(births + destination, birth, mask=mask)
 
 
 @triton.jit
 def write_token(
     key, value, keys, key_strides, values, value_strides, births, state_strides,
-    table, head, slot, position,
+    places, state, head, slot, position,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Put K, V and birth of the new token into `slot`.
@@ -144,10 +144,10 @@ def write_token(
     """
     dim = tl.arange(0, BLOCK_D)
     mask = dim < HEAD_SIZE
-    at = page_offsets(table, slot, True, head, key_strides, BLOCK_SIZE)
+    at = page_offsets(places, slot, True, head, key_strides, BLOCK_SIZE)
     tl.store(keys + at + dim * key_strides[3], tl.load(key + dim, mask=mask), mask=mask)
-    at = page_offsets(table, slot, True, head, value_strides, BLOCK_SIZE)
+    at = page_offsets(places, slot, True, head, value_strides, BLOCK_SIZE)
     vector = tl.load(value + dim, mask=mask)
     tl.store(values + at + dim * value_strides[3], vector, mask=mask)
-    at = page_offsets(table, slot, True, head, state_strides, BLOCK_SIZE)
+    at = page_offsets(state, slot, True, head, state_strides, BLOCK_SIZE)
     tl.store(births + at, position)

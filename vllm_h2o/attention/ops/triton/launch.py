@@ -19,7 +19,6 @@ from vllm_h2o.attention.ops import DecodeParams, ResidentRows
 from vllm_h2o.attention.ops.triton.combine import combine_kernel
 from vllm_h2o.attention.ops.triton.decode import attend_kernel
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.policy.layout import SlotLayout
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_GROUP = 16
@@ -80,19 +79,16 @@ class DecodeScratch:
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
-        layout: SlotLayout,
+        budget: int,
         device: torch.device,
         tuning: Tuning | None = None,
     ) -> DecodeScratch:
-        """Scratch for batches of up to `max_rows` rows."""
+        """Scratch for batches of up to `max_rows` rows of at most `budget` slots."""
         tuning = tuning or Tuning()
-        partials = num_heads * max(
-            rows * _num_splits(tuning, rows * num_kv_heads, layout, device)
-            for rows in range(1, max_rows + 1)
-        )
+        partials = _partials(max_rows, num_heads, num_kv_heads, budget, device, tuning)
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
         return cls(
-            logits=floats(max_rows * num_heads * layout.budget),
+            logits=floats(max_rows * num_heads * budget),
             outputs=floats(partials * head_size),
             maxima=floats(partials),
             sums=floats(partials),
@@ -103,6 +99,38 @@ class DecodeScratch:
             tuning=tuning,
         )
 
+    @staticmethod
+    def bytes_of(
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        budget: int,
+        device_type: str,
+    ) -> int:
+        """Bytes that `allocate` takes with the default tuning."""
+        device = torch.device(device_type)
+        partials = _partials(
+            max_rows, num_heads, num_kv_heads, budget, device, Tuning()
+        )
+        words = max_rows * (num_heads * budget + 2 * num_kv_heads)
+        return 4 * (words + partials * (head_size + 2))
+
+
+def _partials(
+    max_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    budget: int,
+    device: torch.device,
+    tuning: Tuning,
+) -> int:
+    """Most partial outputs of a batch of up to `max_rows` rows."""
+    return num_heads * max(
+        rows * _num_splits(tuning, rows * num_kv_heads, budget, device)
+        for rows in range(1, max_rows + 1)
+    )
+
 
 def decode_resident(
     query: torch.Tensor,
@@ -112,7 +140,6 @@ def decode_resident(
     rows: ResidentRows,
     params: DecodeParams,
     output: torch.Tensor,
-    scratch: DecodeScratch | None = None,
     *,
     scored: bool = True,
 ) -> None:
@@ -124,35 +151,33 @@ def decode_resident(
         value: As there.
         pages: As there, any strides.
         rows: As there; positions and first queries of any integer type. A row
-            of zeros in the block table reads and writes block 0 only.
+            of zeros in the block table reads and writes block 0 only; one of
+            position -1 touches no page, and its output is 0.
         params: As there.
         output: As there.
-        scratch: For at least these rows; None allocates it for this call.
         scored: False leaves scores alone and lets nothing graduate: for a
             layout without competition, whose scores nobody reads.
     """
     num_rows, num_heads, head_size = query.shape
     num_kv_heads, layout = key.shape[1], params.layout
-    if params.heads is not None:
-        raise ValueError(
-            "H2O on CUDA has no budgets by head yet: use h2o_head_budgets='uniform' "
-            "(--h2o-head-budgets uniform)"
-        )
+    assert params.heads is None or not layout.whole_blocks
     check_supported(query.dtype, head_size, layout.block_size, num_heads, num_kv_heads)
     _check_strides(query, key, value, pages, rows, output)
     if num_rows == 0:
         return
+    scratch = rows.scratch
     if scratch is None:
         scratch = DecodeScratch.allocate(
-            num_rows, num_heads, num_kv_heads, head_size, layout, query.device
-        )
+            num_rows, num_heads, num_kv_heads, head_size, params.largest_budget,
+            query.device,
+        )  # fmt: skip
     shapes = _shapes(query, num_kv_heads, params, scratch, scored)
     shared = {
         "key": key, "key_strides": key.stride()[:2],
         "value": value, "value_strides": value.stride()[:2],
         **page_arguments(pages),
         "table": rows.block_table, "table_stride": rows.block_table.stride(0),
-        "positions": rows.positions,
+        "heads": params.head_tables, "positions": rows.positions,
         "logits": scratch.logits, "partial_outputs": scratch.outputs,
         "partial_maxima": scratch.maxima, "partial_sums": scratch.sums,
         "losers": scratch.losers, "leaving_scores": scratch.leaving_scores,
@@ -168,8 +193,9 @@ def decode_resident(
         **shared,
     )  # fmt: skip
     group = shapes["GROUP"]
-    tile = min(SCORE_TILE, triton.next_power_of_2(layout.budget))
-    programs = max(group, triton.cdiv(layout.budget, tile) if scored else 1)
+    tile = min(SCORE_TILE, triton.next_power_of_2(params.largest_budget))
+    tiles = triton.cdiv(params.largest_budget, tile) if scored else 1
+    programs = max(group, tiles)
     combine_kernel[(num_rows, num_kv_heads, programs)](
         output=output, output_strides=output.stride()[:2],
         score_decay=params.score_decay, BLOCK_T=tile,
@@ -240,19 +266,20 @@ def _shapes(
 ) -> dict[str, Any]:
     """The compile-time constants that both kernels share."""
     num_rows, num_heads, head_size = query.shape
-    layout = params.layout
+    layout, budget = params.layout, params.largest_budget
     tile = _tile_slots(scratch.tuning, query)
-    splits = _num_splits(scratch.tuning, num_rows * num_kv_heads, layout, query.device)
-    split_slots = triton.cdiv(triton.cdiv(layout.budget, splits), tile) * tile
-    splits = triton.cdiv(layout.budget, split_slots)
+    splits = _num_splits(scratch.tuning, num_rows * num_kv_heads, budget, query.device)
+    split_slots = triton.cdiv(triton.cdiv(budget, splits), tile) * tile
+    splits = triton.cdiv(budget, split_slots)
     group = num_heads // num_kv_heads
     _check_capacity(scratch, num_rows * num_heads * splits, head_size)
-    assert num_rows * num_heads * layout.budget <= scratch.logits.numel()
+    assert num_rows * num_heads * budget <= scratch.logits.numel()
     unit = layout.block_size if layout.whole_blocks else 1
     return {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": layout.block_size, "HEAVY": layout.heavy_slots,
-        "BUDGET": layout.budget, "UNIT": unit, "SCORED": scored,
+        "BUDGET": layout.budget, "LARGEST_BUDGET": budget,
+        "HEAD_BLOCKS": budget // layout.block_size, "UNIT": unit, "SCORED": scored,
         "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
         "NUM_SPLITS": splits, "SPLIT_SLOTS": split_slots,
         # Tensor cores multiply 16 rows at least.
@@ -273,14 +300,12 @@ def _tile_slots(tuning: Tuning, query: torch.Tensor) -> int:
     return min(max(_TILE_BYTES // row_bytes, 16), 128)
 
 
-def _num_splits(
-    tuning: Tuning, items: int, layout: SlotLayout, device: torch.device
-) -> int:
+def _num_splits(tuning: Tuning, items: int, budget: int, device: torch.device) -> int:
     """Splits for a batch of `items` rows times KV heads."""
     if tuning.num_splits is not None:
         return tuning.num_splits
     wanted = triton.cdiv(_PROGRAMS_PER_SM * num_sms(device), items)
-    return max(1, min(wanted, layout.budget // 128))
+    return max(1, min(wanted, budget // 128))
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_h2o.attention.ops import DecodeParams
 from vllm_h2o.attention.ops.triton.launch import check_supported, num_sms
 from vllm_h2o.attention.ops.triton.slots import page_offsets, soft_capped
 from vllm_h2o.attention.pages import Pages
@@ -24,7 +25,8 @@ def tile_logits(
 ):  # fmt: skip
     """Logits of the queries `q` against the prompt's `tokens` in its pages."""
     d = tl.arange(0, BLOCK_D)
-    at = page_offsets(blocks, tokens, visible, kv_head, keys_strides, BLOCK_SIZE)
+    places = (blocks, None, None)
+    at = page_offsets(places, tokens, visible, kv_head, keys_strides, BLOCK_SIZE)
     k = tl.load(
         keys + at[None, :] + d[:, None] * keys_strides[3],
         mask=(d < HEAD_SIZE)[:, None] & visible[None, :],
@@ -145,44 +147,32 @@ def observe(
     pages: Pages,
     dense_blocks: torch.Tensor,
     first_position: int,
-    *,
-    scale: float,
-    score_decay: float,
-    softcap: float = 0.0,
-    scores: torch.Tensor | None = None,
+    scores: torch.Tensor,
+    params: DecodeParams,
     lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`vllm_h2o.policy.scores.observe`, with the keys in their pages.
+) -> None:
+    """See `vllm_h2o.attention.ops.observe`.
 
     Args:
-        query: `[m, num_heads, head_size]`, queries at positions
-            `first_position ..+ m`, after RoPE.
-        pages: The layer's pages, any strides.
-        dense_blocks: `[>= cdiv(first_position + m, block_size)]` block ids of
-            the prompt.
-        first_position: Position of `query[0]`.
-        scale: Softmax scale.
-        score_decay: Factor per newer query, 1.0 accumulates.
-        softcap: Logit soft cap, 0 for none.
-        scores: `[num_kv_heads, >= first_position + m]` float32 partial sums of
-            earlier queries, updated in place; None starts from zero.
+        query: As there.
+        pages: As there, any strides.
+        dense_blocks: As there, of any integer type.
+        first_position: As there.
+        scores: As there.
+        params: As there.
         lse: `[num_heads, m]` float32 log-sum-exp (natural) of each query's
             logits over all it sees, as flash attention returns it; None
             computes it.
-
-    Returns:
-        `scores`, or a new `[num_kv_heads, first_position + m]` float32 tensor.
     """
     num_queries, num_heads, head_size = query.shape
     _, num_kv_heads, _, block_size = pages.keys.shape
     check_supported(query.dtype, head_size, block_size, num_heads, num_kv_heads)
     assert query.stride(2) == 1 and dense_blocks.is_contiguous()
     num_tokens = first_position + num_queries
-    if scores is None:
-        scores = torch.zeros(num_kv_heads, num_tokens, device=query.device)
-    elif score_decay != 1.0:
+    assert scores.stride(1) == 1 and scores.shape[1] >= num_tokens
+    score_decay, softcap = params.score_decay, params.softcap
+    if score_decay != 1.0:
         scores.mul_(score_decay**num_queries)
-    assert scores.stride(1) == 1
     keys = pages.keys.transpose(2, 3)
     block_d = triton.next_power_of_2(head_size)
     row_bytes = block_d * query.element_size()
@@ -190,7 +180,7 @@ def observe(
         "query": query, "query_strides": query.stride()[:2],
         "keys": keys, "keys_strides": keys.stride(), "blocks": dense_blocks,
         "num_queries": num_queries, "first_position": first_position,
-        "scale": scale, "softcap": softcap, "SOFTCAP": softcap > 0.0,
+        "scale": params.scale, "softcap": softcap, "SOFTCAP": softcap > 0.0,
         "GROUP": num_heads // num_kv_heads, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": block_size, "BLOCK_D": block_d,
         "BLOCK_Q": min(64, _tile(_QUERY_TILE_BYTES, row_bytes)),
@@ -208,7 +198,6 @@ def observe(
         lse=lse, weights=weights, scores=scores, scores_stride=scores.stride(0),
         DECAYS=score_decay != 1.0, **shared,
     )  # fmt: skip
-    return scores
 
 
 def _log_sum_exp(shared: dict, num_heads: int, num_tokens: int) -> torch.Tensor:

@@ -1,6 +1,12 @@
 """Device functions shared by the kernels: from positions to slots to addresses.
 
 Slot numbers are int32, addresses int64: a layer's cache passes 2**31 elements.
+
+`heads`, budgets by head, is None or a tuple of device tensors, what `HeadSlots`
+holds: `(sizes, columns, kv_offsets, state_offsets)`, see `HeadTables`. `places` is
+where the pages of one row and KV head are: `(table, columns, offsets)`, the row's
+block ids, and of each page its column and its distance from this layer's pages, in
+elements of what is addressed; the latter two are None where page i is block i.
 """
 
 from __future__ import annotations
@@ -10,27 +16,68 @@ import triton.language as tl
 
 
 @triton.jit
-def slot_of(position, HEAVY: tl.constexpr, RECENT: tl.constexpr):
-    """`SlotLayout.slot`: appended below HEAVY, then round the ring."""
-    return tl.where(position < HEAVY, position, HEAVY + (position - HEAVY) % RECENT)
+def sizes_of(heads, head, position, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
+    """`(heavy slots, budget)` of a KV head when the token at `position` comes."""
+    if heads is not None:
+        parted = position >= BUDGET
+        heavy = tl.load(heads[0] + 2 * head + 1, mask=parted, other=HEAVY)
+        budget = tl.load(heads[0] + 2 * head, mask=parted, other=BUDGET)
+        return heavy, budget
+    else:
+        return HEAVY, BUDGET
 
 
 @triton.jit
-def is_occupied(slots, position, slot, BUDGET: tl.constexpr, UNIT: tl.constexpr):
+def places_of(
+    table, heads, head, position, BUDGET: tl.constexpr, HEAD_BLOCKS: tl.constexpr
+):
+    """`(places in K and V, places in the state)` of a KV head of a row.
+
+    Heads go their own ways from the position on that outgrows the BUDGET; until
+    then they read the first row of the tables, whose page i is block i.
+    """
+    if heads is not None:
+        row = tl.where(position >= BUDGET, head + 1, 0) * HEAD_BLOCKS
+        columns = heads[1] + row
+        own = (table, columns, heads[2] + row)
+        state = (table, columns, heads[3] + row)
+        return own, state
+    else:
+        return (table, None, None), (table, None, None)
+
+
+@triton.jit
+def slot_of(position, heavy, budget):
+    """`SlotLayout.slot`: appended below `heavy`, then round the ring."""
+    return tl.where(
+        position < heavy, position, heavy + (position - heavy) % (budget - heavy)
+    )
+
+
+@triton.jit
+def is_occupied(slots, position, slot, budget, UNIT: tl.constexpr):
     """Which `slots` hold a token once the one at `position` is in `slot`."""
-    occupied = (slots <= position) & (slots < BUDGET)
+    occupied = (slots <= position) & (slots < budget)
     if UNIT > 1:
         # The ring block that is being rewritten holds only its new tokens.
-        last = tl.where(position >= BUDGET, slot, BUDGET)
+        last = tl.where(position >= budget, slot, budget)
         occupied = occupied & ((slots <= last) | (slots // UNIT != last // UNIT))
     return occupied
 
 
 @triton.jit
-def page_offsets(table, slots, mask, head, strides, BLOCK_SIZE: tl.constexpr):
+def page_offsets(places, slots, mask, head, strides, BLOCK_SIZE: tl.constexpr):
     """Offsets of slots of a KV head, for strides `(block, head, slot, ...)`."""
-    block = tl.load(table + slots // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
-    return block * strides[0] + head * strides[1] + (slots % BLOCK_SIZE) * strides[2]
+    table, columns, lent = places
+    page = slots // BLOCK_SIZE
+    column = page
+    if columns is not None:
+        column = tl.load(columns + page, mask=mask, other=0)
+    block = tl.load(table + column, mask=mask, other=0).to(tl.int64)
+    offsets = block * strides[0] + head * strides[1] + (slots % BLOCK_SIZE) * strides[2]
+    if lent is not None:
+        offsets += tl.load(lent + page, mask=mask, other=0)
+    return offsets
 
 
 @triton.jit

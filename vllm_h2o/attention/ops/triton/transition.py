@@ -1,101 +1,138 @@
-"""The transition: the selected prompt tokens move into resident blocks."""
+"""The transition: chosen tokens move into a request's slots."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn.utils.rnn import pad_sequence
 
+from vllm_h2o.attention.ops import DecodeParams
 from vllm_h2o.attention.ops.triton.launch import page_arguments
-from vllm_h2o.attention.ops.triton.slots import page_offsets
+from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.selection import select_residents
 
-_TILE_SLOTS = 32
-
-
+_TILE_TOKENS = 32
+_NOT_CHOSEN = -1
 # Differ from prompt to prompt: one compilation must serve them all.
-@triton.jit(do_not_specialize=["prompt_scores_stride", "selected_stride", "num_slots"])
+_VARYING = ["most", "position", "prompt_scores_stride"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def gather_kernel(
-    keys, keys_strides, values, values_strides, scores, births, state_strides,
-    prompt_scores, prompt_scores_stride, selected, selected_stride, slots,
-    dense_blocks, resident_blocks, num_slots,
+    keys, keys_strides, values, values_strides, chosen, source_blocks, staged, most,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tile of a KV head's selected tokens into their slots.
+    """Copy one tile of a KV head's chosen tokens out of their pages.
 
-        K, V[resident slots[i]]  = K, V[dense selected[head,i]]
-        score[resident slots[i]] = prompt_scores[head, selected[head,i]]
-        birth[resident slots[i]] = selected[head,i]
+        staged[head, i] = K | V of the token at chosen[head, i], if >= 0
 
-    Grid `(tiles of slots, num_kv_heads)`. Dense and resident blocks differ.
-
-    Reference: the last lines of attention/prompt.py::compress_prompt.
+    Grid `(tiles of tokens, num_kv_heads)`.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    exists = i < num_slots
-    token = tl.load(selected + head * selected_stride + i, mask=exists, other=0)
-    token = token.to(tl.int32)
-    slot = tl.load(slots + i, mask=exists, other=0).to(tl.int32)
+    at = head.to(tl.int64) * most + i
+    token = tl.load(chosen + at, mask=i < most, other=-1).to(tl.int32)
+    exists = token >= 0
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
-
-    source = page_offsets(dense_blocks, token, exists, head, keys_strides, BLOCK_SIZE)
-    target = page_offsets(resident_blocks, slot, exists, head, keys_strides, BLOCK_SIZE)
+    staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
+    places = (source_blocks, None, None)
+    source = page_offsets(places, token, exists, head, keys_strides, BLOCK_SIZE)
     along = d[None, :] * keys_strides[3]
     k = tl.load(keys + source[:, None] + along, mask=mask)
-    tl.store(keys + target[:, None] + along, k, mask=mask)
-
-    source = page_offsets(dense_blocks, token, exists, head, values_strides, BLOCK_SIZE)
-    target = page_offsets(
-        resident_blocks, slot, exists, head, values_strides, BLOCK_SIZE
-    )
+    tl.store(staged, k, mask=mask)
+    source = page_offsets(places, token, exists, head, values_strides, BLOCK_SIZE)
     along = d[None, :] * values_strides[3]
     v = tl.load(values + source[:, None] + along, mask=mask)
-    tl.store(values + target[:, None] + along, v, mask=mask)
+    tl.store(staged + HEAD_SIZE, v, mask=mask)
 
-    target = page_offsets(
-        resident_blocks, slot, exists, head, state_strides, BLOCK_SIZE
-    )
-    at = prompt_scores + head * prompt_scores_stride + token
-    tl.store(scores + target, tl.load(at, mask=exists), mask=exists)
+
+@triton.jit(do_not_specialize=_VARYING)
+def scatter_kernel(
+    keys, keys_strides, values, values_strides, scores, births, state_strides,
+    staged, chosen, slots, most, prompt_scores, prompt_scores_stride,
+    target_blocks, heads, position,
+    BUDGET: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of a KV head's chosen tokens into their slots.
+
+        K | V [slots[head, i]] = staged[head, i]
+        score[slots[head, i]]  = prompt_scores[head, chosen[head, i]]
+        birth[slots[head, i]]  = chosen[head, i]
+
+    for chosen[head, i] >= 0, in the head's places when the token at `position`
+    comes. Grid `(tiles of tokens, num_kv_heads)`.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    at = head.to(tl.int64) * most + i
+    token = tl.load(chosen + at, mask=i < most, other=-1).to(tl.int32)
+    exists = token >= 0
+    slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
+    mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
+    staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
+    places, state = places_of(target_blocks, heads, head, position, BUDGET, HEAD_BLOCKS)
+    target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
+    along = d[None, :] * keys_strides[3]
+    tl.store(keys + target[:, None] + along, tl.load(staged, mask=mask), mask=mask)
+    target = page_offsets(places, slot, exists, head, values_strides, BLOCK_SIZE)
+    along = d[None, :] * values_strides[3]
+    v = tl.load(staged + HEAD_SIZE, mask=mask)
+    tl.store(values + target[:, None] + along, v, mask=mask)
+    target = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
+    origin = prompt_scores + head.to(tl.int64) * prompt_scores_stride + token
+    tl.store(scores + target, tl.load(origin, mask=exists), mask=exists)
     tl.store(births + target, token, mask=exists)
 
 
-def compress_prompt(
-    scores: torch.Tensor,
+def compress(
     pages: Pages,
-    dense_blocks: torch.Tensor,
-    resident_blocks: torch.Tensor,
-    config: H2OConfig,
-    layout: SlotLayout,
-    first_query: int,
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+    position: int,
+    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    scores: torch.Tensor,
+    params: DecodeParams,
 ) -> None:
-    """Copy each KV head's choice from the dense into the resident pages.
+    """See `vllm_h2o.attention.ops.compress`.
 
-    Args:
-        scores: `[num_kv_heads, prefill_end]` float32 of the whole prompt.
-        pages: The layer's pages, any strides.
-        dense_blocks: `[>= cdiv(prefill_end, block_size)]` block ids.
-        resident_blocks: `[>= cdiv(min(prefill_end, budget), block_size)]`
-            block ids, none of them dense.
-        config: The policy.
-        layout: The slots.
-        first_query: Position of the first query that scored.
+    Through a copy of the chosen tokens, 2 * head_size elements each: the slots of
+    one program are the sources of another where a request is rearranged in place.
     """
-    selected, slots = select_residents(scores, config, layout, first_query)
-    num_kv_heads, num_slots = selected.shape
+    layout = params.layout
+    positions = _padded([positions for positions, _ in chosen])
+    slots = _padded([slots for _, slots in chosen])
+    num_kv_heads, most = positions.shape
     head_size = pages.keys.shape[2]
-    assert scores.stride(1) == 1 and selected.stride(1) == 1
-    assert dense_blocks.is_contiguous() and resident_blocks.is_contiguous()
-    gather_kernel[(triton.cdiv(num_slots, _TILE_SLOTS), num_kv_heads)](
-        **page_arguments(pages),
-        prompt_scores=scores, prompt_scores_stride=scores.stride(0),
-        selected=selected, selected_stride=selected.stride(0), slots=slots,
-        dense_blocks=dense_blocks, resident_blocks=resident_blocks,
-        num_slots=num_slots, HEAD_SIZE=head_size, BLOCK_SIZE=layout.block_size,
-        BLOCK_S=_TILE_SLOTS, BLOCK_D=triton.next_power_of_2(head_size), num_warps=4,
+    assert scores.stride(1) == 1 and scores.dtype == torch.float32
+    assert source_blocks.is_contiguous() and target_blocks.is_contiguous()
+    staged = pages.keys.new_empty(num_kv_heads, most, 2 * head_size)
+    arguments = page_arguments(pages)
+    shared = {
+        "staged": staged, "chosen": positions, "most": most,
+        "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
+        "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),
+        "num_warps": 4,
+    }  # fmt: skip
+    grid = (triton.cdiv(most, _TILE_TOKENS), num_kv_heads)
+    keys_and_values = ("keys", "keys_strides", "values", "values_strides")
+    gather_kernel[grid](
+        **{name: arguments[name] for name in keys_and_values},
+        source_blocks=source_blocks, **shared,
     )  # fmt: skip
+    scatter_kernel[grid](
+        **arguments, slots=slots,
+        prompt_scores=scores, prompt_scores_stride=scores.stride(0),
+        target_blocks=target_blocks, heads=params.head_tables, position=position,
+        BUDGET=layout.budget, HEAD_BLOCKS=params.largest_budget // layout.block_size,
+        **shared,
+    )  # fmt: skip
+
+
+def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=_NOT_CHOSEN)

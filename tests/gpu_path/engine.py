@@ -1,0 +1,52 @@
+"""Generate on one path and print the tokens: `python -m tests.gpu_path.engine JSON`.
+
+A process of its own, because the choice of triton and of the runner is the process's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+H2O = "vllm_h2o.core.scheduler.H2OScheduler"
+WORKERS = {
+    "cpu": "vllm_h2o.plugin.worker.H2OCPUWorker",
+    "v1": "tests.gpu_path.workers.InterpretedWorker",
+    "v2": "tests.gpu_path.workers.InterpretedWorker",
+    "v2 graphs": "tests.gpu_path.workers.GraphedWorker",
+}
+# Some rows append, one fills the budget while it generates, one starts beyond it. In
+# chunks of 32 two prompts end with a step of one token, the longest beside decodes.
+LENGTHS, NUM_TOKENS = (20, 90, 129, 33), 9
+
+
+def main(path: str, model: str, policy: dict, options: dict) -> None:
+    """Run an engine and print `{"tokens": ..., ...}`."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(path.startswith("v2")))
+    if path != "cpu":
+        import tests.gpu_path.interpreted  # noqa: F401
+    from tests.engine.helpers import assert_pool_whole, engine, generate
+    from tests.engine.tiny_models import random_prompts
+
+    settings = {
+        "max_model_len": 256, "max_num_seqs": 6, "skip_tokenizer_init": True,
+        "additional_config": {"h2o": policy}, "scheduler_cls": H2O,
+        "worker_cls": WORKERS[path], "distributed_executor_backend": "uni",
+    }  # fmt: skip
+    with engine(Path(model), **(settings | options)) as llm:
+        result = {"tokens": generate(llm, random_prompts(*LENGTHS), NUM_TOKENS)}
+        assert_pool_whole(llm)
+        result["stats"] = llm.collective_rpc("h2o_stats")[0]
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        result["runner"] = type(runner).__module__
+        if path == "v1":
+            result["one_token_steps"] = llm.collective_rpc("probe_one_token_steps")[0]
+        if "graphs" in path:
+            result["graphs"] = llm.collective_rpc("probe_graphs")[0]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

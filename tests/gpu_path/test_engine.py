@@ -1,0 +1,87 @@
+"""The path of CUDA through the whole engine, on CPU tensors and interpreted.
+
+vLLM's model runners V1 and V2, its Triton attention, our CUDA backend and kernels:
+their tokens are those of the CPU path, whose kernel is C.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.engine.tiny_models import _COMMON, _save
+from vllm_h2o.policy.profile import HeadProfile
+
+pytestmark = pytest.mark.engine
+
+POLICY = {"policy": "h2o", "budget": 96, "observation_window": 8, "pooling": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(num_hidden_layers=2, **(_COMMON | sizes))
+    return _save(LlamaForCausalLM, config, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """Head 0 of layer 1 and head 1 of layer 0 want more than their share."""
+    poor, rich = [1e-3, 9e-4, 8e-4], [1.0, 1e-2, 1e-5]
+    file = tmp_path_factory.mktemp("profile") / "heads.json"
+    HeadProfile([64, 128, 192], [[poor, rich], [rich, poor]]).save(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(model):
+    """Result of a path, as `tests.gpu_path.engine` prints it; each only once."""
+
+    @functools.cache
+    def cached(path, policy, options):
+        request = {"path": path, "model": str(model)}
+        request |= {"policy": json.loads(policy), "options": json.loads(options)}
+        command = [sys.executable, "-m", "tests.gpu_path.engine", json.dumps(request)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def run(path, policy, **options):
+        return cached(path, json.dumps(policy), json.dumps(options))
+
+    return run
+
+
+# The second: prompts in chunks and observation windows that span them.
+CHUNKS = ({}, {"max_num_batched_tokens": 160, "long_prefill_token_threshold": 32})
+
+
+CASES = [
+    *((path, chunks, True) for path in ("v1", "v2", "v2 graphs") for chunks in (0, 1)),
+    ("v2 graphs", 1, False),
+]
+
+
+@pytest.mark.parametrize(("path", "chunks", "by_head"), CASES)
+def test_tokens_are_those_of_the_cpu_path(run, profile, path, chunks, by_head):
+    policy = POLICY | {"head_budgets": str(profile) if by_head else "uniform"}
+    expected = run("cpu", policy, **CHUNKS[chunks])
+    actual = run(path, policy, **CHUNKS[chunks])
+    assert actual["tokens"] == expected["tokens"]
+    assert actual["stats"] == expected["stats"]
+    assert actual["stats"]["transitions"] == 4
+    assert actual["stats"]["tokens_evicted"] > 0
+    v2 = "vllm.v1.worker.cpu.model_runner"
+    assert (actual["runner"] == v2) == path.startswith("v2")
+    if "graphs" in path:
+        replays, padded = actual["graphs"]
+        assert replays >= 4 and padded >= 1
+    if path == "v1" and chunks:
+        # A prompt's last token beside decodes is no decode.
+        assert [False, False] in actual["one_token_steps"]
+        assert [True, True] in actual["one_token_steps"]
+        assert [False, True] not in actual["one_token_steps"]

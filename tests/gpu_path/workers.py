@@ -1,0 +1,64 @@
+"""CUDA's attention backend and kernels inside a CPU engine, interpreted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_h2o.attention import ops
+from vllm_h2o.attention.ops import triton
+from vllm_h2o.plugin.worker import H2OCPUWorker
+
+
+class InterpretedWorker(H2OCPUWorker):
+    """vLLM's CPU worker, runner V1 or V2, with all that CUDA's path has beside them."""
+
+    @staticmethod
+    def register_backend(vllm_config: Any) -> None:
+        """The platform names its backend itself: take that name."""
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "vllm_h2o.attention.cuda_backend.H2OTritonAttentionBackend",
+        )
+        # Kernels are chosen by the tensors' device, which is the CPU here.
+        ops._kernel = lambda tensor, without_cuda="": triton
+
+    def init_device(self) -> None:
+        """Note what runner V1 asks its dispatcher of CUDA graphs for."""
+        super().init_device()
+        self._one_token_steps: list[tuple[bool, bool]] = []
+        if self.vllm_config.use_v2_model_runner:
+            return
+        dispatcher = self.model_runner.cudagraph_dispatcher
+        dispatch = dispatcher.dispatch
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            plan = self._step._plan
+            if plan and kwargs["num_tokens"] == len(plan.rows):
+                seen = (self._step.all_resident, kwargs["uniform_decode"])
+                self._one_token_steps.append(seen)
+            return dispatch(*args, **kwargs)
+
+        dispatcher.dispatch = noting
+
+    def probe_one_token_steps(self) -> list[tuple[bool, bool]]:
+        """Of steps of one token per row: whether all decode, and what was asked."""
+        return self._one_token_steps
+
+
+class GraphedWorker(InterpretedWorker):
+    """With full graphs of decode steps, acted out; runner V2 only."""
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Put the graphs where the runner looks for them."""
+        from tests.gpu_path.graphs import ActedGraphs
+
+        super().initialize_from_config(kv_cache_config)
+        self.model_runner.h2o_step = self._step
+        self.graphs = ActedGraphs(self.model_runner)
+        self.model_runner.cudagraph_manager = self.graphs
+
+    def probe_graphs(self) -> tuple[int, int]:
+        """Replays, and how many of them had padding."""
+        return self.graphs.replays, self.graphs.padded_replays

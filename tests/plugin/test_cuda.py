@@ -1,0 +1,176 @@
+"""What H2O chooses, reserves and refuses on CUDA, as far as no GPU is needed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
+from vllm.v1.worker.gpu_worker import Worker
+
+from benchmarks.smollm2 import ensure_model
+from vllm_h2o.attention import cuda_backend
+from vllm_h2o.attention.metadata import StepRows
+from vllm_h2o.attention.ops.triton import DecodeScratch
+from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.plugin import gpu_worker, runner
+from vllm_h2o.plugin.engine_args import WORKER_CLS, needed_worker_cls
+from vllm_h2o.plugin.gpu_worker import H2OGPUWorker
+from vllm_h2o.plugin.validate import check_cuda_options, check_kernel_block_size
+from vllm_h2o.policy.config import H2OConfig
+
+
+class Cuda(Platform):
+    _enum = PlatformEnum.CUDA
+    device_name = device_type = "cuda"
+
+    @classmethod
+    def get_device_capability(cls, device_id=0):
+        return DeviceCapability(9, 0)
+
+
+class Rocm(Cuda):
+    _enum = PlatformEnum.ROCM
+    device_name = "rocm"
+
+
+@pytest.fixture
+def config():
+    """A fresh config of SmolLM2 with H2O, as this machine resolves it."""
+    options = {"kv_policy": "h2o", "h2o_budget": 256, "max_model_len": 1024}
+    args = EngineArgs(model=str(ensure_model()), dtype="float32", **options)
+    return args.create_engine_config()
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    monkeypatch.setattr(gpu_worker, "current_platform", Cuda())
+
+
+def test_worker_by_platform(monkeypatch):
+    monkeypatch.setattr("vllm.platforms.current_platform", Cuda())
+    module, _, name = WORKER_CLS["cuda"].rpartition(".")
+    assert needed_worker_cls() == WORKER_CLS["cuda"]
+    assert (module, name) == (H2OGPUWorker.__module__, H2OGPUWorker.__name__)
+    assert issubclass(H2OGPUWorker, Worker)
+    # ROCm calls its device "cuda" too.
+    monkeypatch.setattr("vllm.platforms.current_platform", Rocm())
+    with pytest.raises(ValueError, match="'rocm'.*use cpu, cuda, or drop --kv-policy"):
+        needed_worker_cls()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "expected"),
+    [
+        (torch.bfloat16, (9, 0), "FLASH_ATTN"),
+        (torch.float16, (8, 0), "FLASH_ATTN"),
+        (torch.float32, (9, 0), "TRITON_ATTN"),
+        (torch.float16, (7, 5), "TRITON_ATTN"),
+    ],
+)
+def test_stock_backend(config, on_cuda, monkeypatch, dtype, capability, expected):
+    config.model_config.dtype = dtype
+    capability = DeviceCapability(*capability)
+    monkeypatch.setattr(
+        Cuda, "get_device_capability", classmethod(lambda c: capability)
+    )
+    assert gpu_worker.stock_backend(config).name == expected
+
+
+@pytest.mark.parametrize("given", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_users_choice_reads_the_prompts(config, on_cuda, given):
+    config.attention_config.backend = AttentionBackendEnum[given]
+    try:
+        H2OGPUWorker.register_backend(config)
+        backend = AttentionBackendEnum.CUSTOM.get_class()
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+    assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
+    assert backend.get_name() == "CUSTOM"
+    stock = AttentionBackendEnum[given].get_class()
+    assert issubclass(backend, stock)
+    for get in ("get_impl_cls", "get_builder_cls"):
+        assert issubclass(getattr(backend, get)(), getattr(stock, get)())
+
+
+def test_other_backends_are_refused(config):
+    config.attention_config.backend = AttentionBackendEnum.FLASHINFER
+    with pytest.raises(ValueError, match="--attention-backend='FLASHINFER'.*TRITON"):
+        check_cuda_options(config)
+    config.attention_config.backend = None
+    check_cuda_options(config)
+    config.parallel_config.enable_dbo = True
+    with pytest.raises(ValueError, match="--enable-dbo=True: drop --enable-dbo"):
+        check_cuda_options(config)
+
+
+def test_scratch_is_reserved(config, on_cuda, monkeypatch):
+    monkeypatch.setattr(Cuda, "device_type", "cpu")
+    config.scheduler_config.max_num_seqs = 7
+    scratch = DecodeScratch.allocate(7, 9, 3, 64, 256, torch.device("cpu"))
+    parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
+    assert gpu_worker.scratch_bytes(config) == sum(part.nbytes for part in parts)
+
+
+def test_scratch_grows_with_the_richest_head(config, monkeypatch):
+    config.cache_config.block_size = 32
+    monkeypatch.setattr(gpu_worker, "profile_path", lambda *args: None)
+    assert gpu_worker.largest_budget(config) == 256
+    (profile,) = Path("benchmarks/profiles").glob("*.json")
+    monkeypatch.setattr(gpu_worker, "profile_path", lambda *args: profile)
+    assert 256 < gpu_worker.largest_budget(config) <= 1024
+
+
+@pytest.mark.parametrize(
+    "builder",
+    [cuda_backend.H2OFlashAttentionBuilder, cuda_backend.H2OTritonAttentionBuilder],
+)
+def test_full_graphs_hold_decodes_only(builder):
+    plain = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float16
+    )
+    spec = H2OAttentionSpec.of(plain, H2OConfig(budget=64), 256)
+    only = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert builder.get_cudagraph_support(None, spec) is only
+    assert builder.get_cudagraph_support(None, plain) is not only
+
+
+def test_blocks_that_are_cut_are_refused():
+    spec = FullAttentionSpec(
+        block_size=64, num_kv_heads=2, head_size=256, dtype=torch.float16
+    )
+    check_kernel_block_size(spec, spec)
+    with pytest.raises(ValueError, match="--block-size 64 is cut.*--block-size 32"):
+        check_kernel_block_size(spec, spec.copy_with_new_block_size(32))
+
+
+def test_runners_have_what_is_wrapped():
+    assert callable(getattr(GPUModelRunnerV1, runner._V1))
+    assert callable(getattr(GPUModelRunnerV2, runner._V2))
+    with pytest.raises(RuntimeError, match="object.*vLLM 0.32"):
+        runner.follow(object(), StepRows(), is_v2=True)
+
+
+def test_wrapping_twice_is_wrapping_once():
+    class Runner:
+        input_batch = None
+
+        def _determine_batch_execution_and_padding(self, **kwargs):
+            return kwargs
+
+    stock, step = Runner(), StepRows()
+    runner.follow(stock, step, is_v2=False)
+    wrapped = stock._determine_batch_execution_and_padding
+    runner.follow(stock, step, is_v2=False)
+    assert stock._determine_batch_execution_and_padding is wrapped
+    assert wrapped() == {}
+    step.begin(ResidencyPlan({"a": RowPlan(9, 1, 9), "b": RowPlan(3, 1, 9)}), [])
+    assert wrapped() == {"force_uniform_decode": False}
+    step.begin(ResidencyPlan({"a": RowPlan(9, 1, 9)}), [])
+    assert wrapped() == {}

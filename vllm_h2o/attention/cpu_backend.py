@@ -1,0 +1,70 @@
+"""The attention backend on CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_h2o.attention.backend import H2OBackend, H2OImpl
+from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.attention.ops import cpu
+from vllm_h2o.attention.pages import Pages
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class H2OCPUImpl(H2OImpl, CPUAttentionBackendImpl):
+    """Stock CPU attention for prompts."""
+
+    def view(self, kv_cache: torch.Tensor) -> Pages:
+        """See the base class."""
+        return Pages.view(kv_cache)
+
+
+class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
+    """Asks for a layout of the cache that our kernel reads."""
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not self.compresses:
+            return
+        if self.isa == "amx":
+            # AMX packs keys in tiles, which the transition could not gather.
+            logger.info_once("H2O uses the vec layout of the KV cache instead of amx")
+            self.isa = "vec"
+            self._set_isa_to_layers(layer_names)
+        if self.isa not in ("vec", "vec16"):
+            raise ValueError(
+                f"H2O on CPU reads the KV cache layouts vec and vec16, not "
+                f"{self.isa!r} of this processor: drop --kv-policy"
+            )
+
+
+class H2OCPUBackend(H2OBackend, CPUAttentionBackend):
+    """Keeps the name CPU_ATTN: vLLM looks names up in its own enum."""
+
+    @staticmethod
+    def get_impl_cls() -> type[H2OCPUImpl]:
+        """See the base class."""
+        return H2OCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[H2OCPUBuilder]:
+        """See the base class."""
+        return H2OCPUBuilder
+
+    @classmethod
+    def check_supported(cls, spec: FullAttentionSpec, vllm_config: VllmConfig) -> None:
+        """See the base class."""
+        cpu.check_supported(spec.dtype, spec.head_size, spec.block_size)

@@ -1,0 +1,147 @@
+"""The attention backends on CUDA: FlashAttention or Triton for prompts.
+
+Neither has run on a GPU yet. What is tested, and how, is in
+tests/gpu_path: these classes over real vLLM classes on CPU tensors, with the
+Triton kernels interpreted.
+
+CUDA graphs: batches of resident rows alone run under full graphs, all others
+piecewise, where attention is outside the graphs. The worker sees to it that a
+prompt's step of one token is not taken for a decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_h2o.attention.backend import H2OBackend, H2OImpl
+from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.attention.ops import ResidentRows
+from vllm_h2o.attention.ops.triton import DecodeScratch, check_supported
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.core.spec import H2OAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+    from vllm_h2o.core.plan import RowPlan
+
+
+class _CUDAImpl(H2OImpl):
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """The resident kernels write the output as it is."""
+        return False
+
+    def view(self, kv_cache: torch.Tensor) -> Pages:
+        """See the base class."""
+        return Pages.view_rows(kv_cache)
+
+
+class _CUDABuilder(H2OMetadataBuilder):
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Full graphs hold decodes of one token per request, and nothing else."""
+        if isinstance(kv_cache_spec, H2OAttentionSpec):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+    @cached_property
+    def _scratch(self) -> DecodeScratch:
+        """Made when first needed: budgets by head are known by then."""
+        own = [
+            heads.largest_budget
+            for layer in self.parting
+            if (heads := layer.impl.heads) is not None
+        ]
+        return DecodeScratch.allocate(
+            len(self._positions),
+            self.num_heads_q,
+            self.spec.num_kv_heads,
+            self.spec.head_size,
+            max(self.layout.budget, *own, 0),
+            self.device,
+        )
+
+    def _resident(
+        self, common: CommonAttentionMetadata, plans: list[RowPlan]
+    ) -> ResidentRows:
+        return replace(super()._resident(common, plans), scratch=self._scratch)
+
+
+class _CUDABackend(H2OBackend):
+    @staticmethod
+    def get_name() -> str:
+        """The member of vLLM's enum that is left to others."""
+        return "CUSTOM"
+
+    @classmethod
+    def check_supported(cls, spec: FullAttentionSpec, vllm_config: VllmConfig) -> None:
+        """See the base class."""
+        num_heads = vllm_config.model_config.get_num_attention_heads(
+            vllm_config.parallel_config
+        )
+        check_supported(
+            spec.dtype, spec.head_size, spec.block_size, num_heads, spec.num_kv_heads
+        )
+
+
+class H2OFlashAttentionImpl(_CUDAImpl, FlashAttentionImpl):
+    """FlashAttention for prompts."""
+
+
+class H2OFlashAttentionBuilder(_CUDABuilder, FlashAttentionMetadataBuilder):
+    """FlashAttention's metadata for prompts."""
+
+
+class H2OFlashAttentionBackend(_CUDABackend, FlashAttentionBackend):
+    """float16 and bfloat16."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """See the base class."""
+        return H2OFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """See the base class."""
+        return H2OFlashAttentionBuilder
+
+
+class H2OTritonAttentionImpl(_CUDAImpl, TritonAttentionImpl):
+    """vLLM's Triton attention for prompts."""
+
+
+class H2OTritonAttentionBuilder(_CUDABuilder, TritonAttentionMetadataBuilder):
+    """vLLM's Triton metadata for prompts."""
+
+
+class H2OTritonAttentionBackend(_CUDABackend, TritonAttentionBackend):
+    """Where FlashAttention can not run: float32, older GPUs."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """See the base class."""
+        return H2OTritonAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """See the base class."""
+        return H2OTritonAttentionBuilder

@@ -1,0 +1,116 @@
+"""The worker on CUDA. It has not run on a GPU yet: see cuda_backend.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_h2o.attention.heads import profile_path
+from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.plugin.worker import H2OWorker
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.profile import HeadProfile, allocate
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+BACKENDS = {
+    AttentionBackendEnum.FLASH_ATTN: "H2OFlashAttentionBackend",
+    AttentionBackendEnum.TRITON_ATTN: "H2OTritonAttentionBackend",
+}
+"""H2O's backends by the stock one that prompts go through."""
+
+
+class H2OGPUWorker(H2OWorker, Worker):
+    """vLLM's CUDA worker with H2O's attention backend, on runner V1 or V2."""
+
+    @staticmethod
+    def register_backend(vllm_config: VllmConfig) -> None:
+        """See the base class."""
+        stock = stock_backend(vllm_config)
+        path = f"vllm_h2o.attention.cuda_backend.{BACKENDS[stock]}"
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+        vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+        logger.info_once("H2O reads prompts with %s", stock.name)
+        logger.warning_once(
+            "H2O on CUDA has not been run on a GPU by its authors: its kernels and "
+            "its wiring are tested on CPU only. Compare its answers with "
+            "--kv-policy full before you rely on them"
+        )
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: without what the resident kernels hand around.
+
+        vLLM's profile run has no KV cache yet, so it does not see that.
+        """
+        return super().determine_available_memory() - scratch_bytes(self.vllm_config)
+
+
+def stock_backend(vllm_config: VllmConfig) -> AttentionBackendEnum:
+    """What prompts go through: the user's choice, else FlashAttention, else Triton."""
+    given = vllm_config.attention_config.backend
+    if given is not None:
+        return given
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    capability = current_platform.get_device_capability()
+    assert isinstance(model.dtype, torch.dtype) and capability is not None
+    selector = AttentionSelectorConfig(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=cache.cache_dtype,
+        block_size=cache.block_size if cache.user_specified_block_size else None,
+    )
+    try:
+        reasons = FlashAttentionBackend.validate_configuration(
+            device_capability=capability, **selector._asdict()
+        )
+    except (ImportError, OSError) as error:
+        reasons = [str(error)]
+    if not reasons:
+        return AttentionBackendEnum.FLASH_ATTN
+    logger.info_once("FlashAttention is out: %s", "; ".join(reasons))
+    return AttentionBackendEnum.TRITON_ATTN
+
+
+def scratch_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes that a decode step of `max_num_seqs` rows hands from kernel to kernel."""
+    from vllm_h2o.attention.ops.triton import DecodeScratch
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return DecodeScratch.bytes_of(
+        vllm_config.scheduler_config.max_num_seqs,
+        model.get_num_attention_heads(parallel),
+        model.get_num_kv_heads(parallel),
+        model.get_head_size(),
+        largest_budget(vllm_config),
+        current_platform.device_type,
+    )
+
+
+def largest_budget(vllm_config: VllmConfig) -> int:
+    """Most slots that any KV head gets."""
+    config = h2o_config(vllm_config)
+    assert config is not None
+    block_size = vllm_config.cache_config.block_size
+    max_model_len = vllm_config.model_config.max_model_len
+    layout = SlotLayout.from_config(config, block_size, max_model_len)
+    path = profile_path(config, vllm_config.model_config.model)
+    if path is None:
+        return layout.budget
+    blocks = allocate(
+        HeadProfile.load(path),
+        block_size,
+        layout.budget_blocks,
+        cdiv(max_model_len, block_size),
+    )
+    return max(layout.budget, block_size * max(map(max, blocks)))
