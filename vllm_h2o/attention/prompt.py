@@ -7,10 +7,9 @@ from dataclasses import replace
 import torch
 
 from vllm_h2o.attention.metadata import ObservedPrompt
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows, compress
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.scores import observe
 from vllm_h2o.policy.selection import select_residents
 
 
@@ -34,21 +33,18 @@ def observe_prompt(
         params: The layer's constants.
     """
     plan = prompt.plan
-    end = plan.num_computed_tokens + plan.num_scheduled_tokens
     start = max(plan.num_computed_tokens, prompt.first_query)
-    keys = pages.keys[prompt.dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
     scores = prompt.partial.pop(layer_name, None)
     if scores is None or start == prompt.first_query:
         # The first step with observation queries, also after a restart.
-        scores = torch.zeros(keys.shape[0], plan.prefill_end)
-    scores = observe(
+        scores = torch.zeros(pages.keys.shape[1], plan.prefill_end)
+    observe(
         query[start - plan.num_computed_tokens :],
-        keys[:, :, :end],
+        pages,
+        prompt.dense_blocks,
         start,
-        scale=params.scale,
-        score_decay=params.score_decay,
-        softcap=params.softcap,
-        scores=scores,
+        scores,
+        params,
     )
     if prompt.resident_blocks is None:
         prompt.partial[layer_name] = scores
@@ -73,9 +69,7 @@ def compress_prompt(
         params: The layer's constants.
     """
     assert prompt.resident_blocks is not None
-    num_tokens = scores.shape[1]
-    # Heads go their own ways only once the prompt outgrows the budget.
-    last = num_tokens if num_tokens > params.layout.budget else 0
+    last = scores.shape[1] - 1
     chosen = choose(scores, last, prompt.first_query, config, params)
     compress(
         pages, prompt.dense_blocks, prompt.resident_blocks, last, chosen, scores, params

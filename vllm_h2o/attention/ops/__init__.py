@@ -148,7 +148,9 @@ def compress(
         source_blocks: int32 blocks, the token at position p in block
             `p // block_size`, offset `p % block_size`.
         target_blocks: `[budget_blocks]` int32 resident blocks.
-        position: Of the next token: decides whether heads have their own slots.
+        position: Of the newest token, which these slots are for: decides whether
+            heads have their own. A prompt's last one, or the one that is about to
+            be decoded.
         chosen: Per KV head int64 `(positions, slots)`, as `select_residents` says.
         scores: `[num_kv_heads, num_tokens]` float32, by position.
         params: The layer's constants.
@@ -156,3 +158,34 @@ def compress(
     from vllm_h2o.attention.ops import cpu
 
     cpu.compress(pages, source_blocks, target_blocks, position, chosen, scores, params)
+
+
+def observe(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+) -> None:
+    """Add the attention of consecutive prompt queries to the prompt's scores.
+
+    The formula is `vllm_h2o.policy.scores.observe`'s; the keys are in their pages.
+
+    Args:
+        query: `[m, num_heads, head_size]`, queries at positions
+            `first_position ..+ m`, after RoPE.
+        pages: The layer's pages, read only.
+        dense_blocks: `[>= cdiv(first_position + m, block_size)]` int32 blocks of
+            the prompt.
+        first_position: Position of `query[0]`.
+        scores: `[num_kv_heads, >= first_position + m]` float32 sums of earlier
+            queries, updated in place.
+        params: The layer's constants.
+
+    Raises:
+        ValueError: A dtype or head size that no kernel has.
+    """
+    from vllm_h2o.attention.ops import cpu
+
+    cpu.observe(query, pages, dense_blocks, first_position, scores, params)

@@ -8,6 +8,7 @@ import torch
 
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy import scores as policy_scores
 
 
 def decode_resident(
@@ -57,6 +58,27 @@ def compress(
         target = _Resident(pages, rows, 0, head, params)
         for what, content in tokens.items():
             target.put(what, slots, content)
+
+
+def observe(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+) -> None:
+    """See `vllm_h2o.attention.ops.observe`."""
+    keys = pages.keys[dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
+    policy_scores.observe(
+        query,
+        keys[:, :, : first_position + len(query)],
+        first_position,
+        scale=params.scale,
+        score_decay=params.score_decay,
+        softcap=params.softcap,
+        scores=scores,
+    )
 
 
 class _Resident:
