@@ -10,6 +10,7 @@ from vllm_h2o.attention.metadata import ObservedPrompt
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.selection import select_residents
 
 
@@ -109,16 +110,16 @@ def choose(
 
     A head with less than the common budget has no room for spans: it picks tokens.
     """
-    layouts = params.layouts_at(position, len(scores))
+    heads_of: dict[SlotLayout, list[int]] = {}
+    for head, layout in enumerate(params.layouts_at(position, len(scores))):
+        heads_of.setdefault(layout, []).append(head)
     tokens_only = replace(config, pooling=1)
-    chosen = []
-    for head, layout in enumerate(layouts):
+    chosen = {}
+    for layout, heads in heads_of.items():
         poor = layout.budget < params.layout.budget
+        mine = scores if len(heads) == len(scores) else scores[heads]
         positions, slots = select_residents(
-            scores[head : head + 1],
-            tokens_only if poor else config,
-            layout,
-            first_query,
+            mine, tokens_only if poor else config, layout, first_query
         )
-        chosen.append((positions[0], slots))
-    return chosen
+        chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
+    return [chosen[head] for head in range(len(scores))]
