@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
@@ -17,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
-from vllm_h2o.policy.layout import SlotLayout, first_observer
+from vllm_h2o.policy.layout import SlotLayout, first_observer, observed_queries
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -76,6 +77,49 @@ class H2OMetadata:
     filled: list[int] = field(default_factory=list)
 
 
+@dataclass
+class BatchRows:
+    """The plan in the row order of the batch.
+
+    Attributes:
+        request_ids: By row.
+        num_computed_tokens: `[num_rows]` int64, and so are the next two; see
+            `RowPlan`.
+        num_scheduled_tokens: By row.
+        prefill_ends: By row.
+    """
+
+    request_ids: list[str]
+    num_computed_tokens: torch.Tensor
+    num_scheduled_tokens: torch.Tensor
+    prefill_ends: torch.Tensor
+
+    @classmethod
+    def of(cls, plan: ResidencyPlan, request_ids: list[str]) -> BatchRows:
+        """Order a plan by row."""
+        # By numpy: torch.tensor takes ten times as long for a list.
+        counts = np.array(
+            [plan.num_computed_tokens, plan.num_scheduled_tokens, plan.prefill_ends]
+        )
+        if request_ids != plan.request_ids:
+            place = {name: i for i, name in enumerate(plan.request_ids)}
+            counts = counts[:, [place[name] for name in request_ids]]
+        return cls(request_ids, *torch.from_numpy(counts))
+
+    @property
+    def is_resident(self) -> torch.Tensor:
+        """`[num_rows]` bool."""
+        return self.num_computed_tokens >= self.prefill_ends
+
+    def row(self, i: int) -> RowPlan:
+        """The counts of one row."""
+        return RowPlan(
+            int(self.num_computed_tokens[i]),
+            int(self.num_scheduled_tokens[i]),
+            int(self.prefill_ends[i]),
+        )
+
+
 class StepRows:
     """The step that the worker executes: hands the plan to the builders."""
 
@@ -102,12 +146,11 @@ class StepRows:
         """Finish the step: what runs now is a dummy run."""
         self._plan = None
 
-    def rows(self, num_reqs: int) -> list[tuple[str, RowPlan]] | None:
+    def rows(self, num_reqs: int) -> BatchRows | None:
         """The rows of the batch in order, or None in a dummy run."""
         if self._plan is None:
             return None
-        request_ids = self._request_ids()[:num_reqs]
-        return [(request_id, self._plan.rows[request_id]) for request_id in request_ids]
+        return BatchRows.of(self._plan, list(self._request_ids()[:num_reqs]))
 
     def partial_scores(self, request_id: str, keep: bool) -> PartialScores:
         """Scores of earlier steps of this prompt.
@@ -159,54 +202,56 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         rows = self.step.rows(common.num_reqs) if self.step else None
         if rows is None:
             return super().build(common_prefix_len, common, fast_build)
-        is_resident = torch.tensor([row.is_resident for _, row in rows])
+        is_resident = rows.is_resident
         metadata = H2OMetadata(common.num_actual_tokens, self.layout)
-        starts = common.query_start_loc_cpu
         if not is_resident.all():
             dense, token_index = _select_rows(common, ~is_resident)
             metadata.stock = super().build(common_prefix_len, dense, fast_build)
             metadata.stock_tokens = token_index
-            metadata.observed = self._observed(common, rows)
+            metadata.observed = self._observed(common, rows, ~is_resident)
         if is_resident.any():
-            index = is_resident.nonzero().flatten()
-            tokens = starts[index].long()
-            metadata.resident = self._resident(
-                common, [rows[i][1] for i in index], index
-            )
-            at_budget = metadata.resident.positions == self.layout.budget
-            metadata.filled = at_budget.nonzero().flatten().tolist()
-            if len(tokens) < common.num_actual_tokens:
-                metadata.resident_tokens = tokens
-            # Our kernel writes these tokens; the stock update skips slot -1.
-            common.slot_mapping[tokens] = -1
+            self._add_resident(metadata, common, rows, is_resident)
         return metadata
 
-    def _resident(
-        self, common: CommonAttentionMetadata, rows: list[RowPlan], index: torch.Tensor
-    ) -> ResidentRows:
+    def _add_resident(
+        self,
+        metadata: H2OMetadata,
+        common: CommonAttentionMetadata,
+        rows: BatchRows,
+        is_resident: torch.Tensor,
+    ) -> None:
         first = self.spec.dense_columns
         table = common.block_table_tensor
         columns = table[:, first : first + self.layout.budget_blocks]
-        if len(index) < len(columns):
-            columns = columns[index]
-        assert all(row.num_scheduled_tokens == 1 for row in rows)
-        return ResidentRows(
-            columns,
-            torch.tensor([row.num_computed_tokens for row in rows]),
-            torch.tensor([first_observer(self.spec.h2o, r.prefill_end) for r in rows]),
-        )
+        positions, ends = rows.num_computed_tokens, rows.prefill_ends
+        # Our kernel writes the tokens of these rows; the stock update skips slot -1.
+        if metadata.stock is None:
+            assert common.num_actual_tokens == len(positions)
+            columns = columns[: len(positions)]
+            common.slot_mapping[: common.num_actual_tokens] = -1
+        else:
+            index = is_resident.nonzero().flatten()
+            assert (rows.num_scheduled_tokens[index] == 1).all()
+            columns, positions, ends = columns[index], positions[index], ends[index]
+            metadata.resident_tokens = common.query_start_loc_cpu[index].long()
+            common.slot_mapping[metadata.resident_tokens] = -1
+        first_queries = (ends - observed_queries(self.spec.h2o)).clamp_(min=0)
+        metadata.resident = ResidentRows(columns, positions, first_queries)
+        at_budget = positions == self.layout.budget
+        metadata.filled = at_budget.nonzero().flatten().tolist()
 
     def _observed(
-        self, common: CommonAttentionMetadata, rows: list[tuple[str, RowPlan]]
+        self, common: CommonAttentionMetadata, rows: BatchRows, is_dense: torch.Tensor
     ) -> list[ObservedPrompt]:
         assert self.step is not None
         observed = []
         starts = common.query_start_loc_cpu.tolist()
         size, first_column = self.spec.block_size, self.spec.dense_columns
-        for i, (request_id, row) in enumerate(rows):
+        for i in is_dense.nonzero().flatten().tolist():
+            row = rows.row(i)
             first_query = first_observer(self.spec.h2o, row.prefill_end)
             end = row.num_computed_tokens + row.num_scheduled_tokens
-            if row.is_resident or end <= first_query:
+            if end <= first_query:
                 continue
             table = common.block_table_tensor[i]
             resident = None
@@ -221,7 +266,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
                     partial=self.step.partial_scores(
-                        request_id, keep=not row.is_transition
+                        rows.request_ids[i], keep=not row.is_transition
                     ),
                 )
             )

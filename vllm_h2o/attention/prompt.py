@@ -114,7 +114,7 @@ def choose(
     for head, layout in enumerate(params.layouts_at(position, len(scores))):
         heads_of.setdefault(layout, []).append(head)
     tokens_only = replace(config, pooling=1)
-    chosen = {}
+    chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for layout, heads in heads_of.items():
         poor = layout.budget < params.layout.budget
         mine = scores if len(heads) == len(scores) else scores[heads]
