@@ -16,6 +16,13 @@
 #define H2O_ROWS (H2O_LANES / 2) /* with K and q they fill the registers */
 #define H2O_SCRATCH_BYTES (512 * 1024)
 
+/* benchmarks/kernel.py builds a variant without scores and graduation. */
+#ifdef H2O_BARE
+#define H2O_TRACKS 0
+#else
+#define H2O_TRACKS 1
+#endif
+
 /* Mirrored by vllm_h2o/attention/ops/cpu.py. Strides of pages in bytes, of the
  * others in elements. */
 typedef struct {

@@ -240,7 +240,7 @@ static inline __attribute__((always_inline)) void FN(attend)(
         const FN(page) page = FN(page_of)(a, r, b);
         const int64_t valid = FN(valid_slots)(a, r, b);
         const float *part = logits + b * bs;
-        for (int64_t s = 0; s < valid; ++s) {
+        for (int64_t s = 0; H2O_TRACKS && s < valid; ++s) {
             float received = 0.0f;
             for (int g = 0; g < group; ++g) received += part[g * stride + s] * inverse[g];
             page.score[s] = page.score[s] * decay + received;
@@ -256,7 +256,7 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
                      float *scratch) {
     const int64_t bs = a->block_size, hs = a->head_size;
     const h2o_slots slots = h2o_slots_of(a, row, head), *r = &slots;
-    if (r->position >= r->budget) {
+    if (H2O_TRACKS && r->position >= r->budget) {
         if (!a->whole_blocks)
             FN(graduate_token)(a, r);
         else if (r->position % bs == 0)

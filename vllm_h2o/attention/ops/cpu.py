@@ -263,10 +263,18 @@ def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Load the kernel, building it when this machine has no copy yet."""
-    target = _cache_folder() / f"h2o_decode-{_fingerprint()}.so"
+    return load()
+
+
+def load(*flags: str) -> ctypes.CDLL:
+    """Load the kernels, building them when this machine has no copy yet.
+
+    Args:
+        flags: More of the compiler's, for variants to measure.
+    """
+    target = _cache_folder() / f"h2o_decode-{_fingerprint(flags)}.so"
     if not target.exists():
-        _build(target)
+        _build(target, flags)
     # torch has loaded its OpenMP by now; the same soname makes ours resolve to
     # it, so both share one pool of threads.
     library = ctypes.CDLL(str(target))
@@ -296,12 +304,12 @@ def _compiler() -> str:
     )
 
 
-def _fingerprint() -> str:
+def _fingerprint(flags: Sequence[str]) -> str:
     """Identify source, flags, compiler and processor (-march=native)."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    digest.update(" ".join(_FLAGS).encode())
+    digest.update(" ".join([*_FLAGS, *flags]).encode())
     digest.update(_compiler().encode())
     digest.update(_processor().encode())
     return digest.hexdigest()[:16]
@@ -316,17 +324,25 @@ def _processor() -> str:
     return "".join(sorted({line for line in lines if line.startswith(keys)}))
 
 
-def _build(target: Path) -> None:
+def _build(target: Path, flags: Sequence[str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Workers of one engine may build at the same time: each into a file of its
     # own, the rename is atomic.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         partial = Path(folder) / target.name
-        command = [_compiler(), *_FLAGS, str(_SOURCES / "decode.c")]
-        command += ["-o", str(partial), "-lm"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise RuntimeError(
-                f"building the H2O kernel failed: {' '.join(command)}\n{result.stderr}"
-            )
+        compile_source(_SOURCES / "decode.c", partial, *flags)
         partial.rename(target)
+
+
+def compile_source(source: Path, target: Path, *flags: str) -> None:
+    """Compile one C file to a shared object, with the kernels' flags and more.
+
+    Raises:
+        RuntimeError: There is no compiler, or it failed; with what it said.
+    """
+    command = [_compiler(), *_FLAGS, *flags, str(source), "-o", str(target), "-lm"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(
+            f"building the H2O kernel failed: {' '.join(command)}\n{result.stderr}"
+        )
