@@ -3,9 +3,9 @@
     python -m benchmarks.scheduler_overhead --running 256
 
 vLLM's AsyncScheduler and ours schedule the same decoding requests in turns. A
-step is: schedule (with the plan), pickle the step for the workers, and take in
-their output. Time is CPU time of this thread, so that others on the machine count
-for little.
+step is: schedule (with the plan), pickle the step for the workers, build a worker's
+attention metadata (of one KV cache group), and take in their output. Time is CPU
+time of this thread, so that others on the machine count for little.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ import torch
 from tqdm import tqdm
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -35,11 +39,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks.report import spread
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import STOCK
+from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
+from vllm_h2o.attention.metadata import StepRows
+from vllm_h2o.core.plan import PLAN_ATTRIBUTE
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 
-PHASES = ("schedule", "pickle", "update")
+PHASES = ("schedule", "pickle", "build", "update")
 OURS = "h2o"
 _BLOCK_SIZE = 16
 _EOS = 2
@@ -71,6 +78,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--running", type=int, default=256, help="requests")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--budget", type=int, default=256, help="slots per request")
+    parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each")
     parser.add_argument("--steps", type=int, default=50, help="per turn")
     default = Path("benchmarks/results/scheduler_overhead.json")
@@ -83,6 +91,7 @@ class SchedulerDriver:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.tokens = itertools.count(1000)
+        self.worker: WorkerStub | None = None  # not yet while prompts are read
         output_len = args.rounds * args.steps + 2
         max_model_len = args.prompt_tokens + output_len
         ours = {"kv_policy": OURS, "h2o_budget": args.budget} if name == OURS else {}
@@ -92,7 +101,7 @@ class SchedulerDriver:
             max_model_len=max_model_len,
             max_num_batched_tokens=args.running * args.prompt_tokens,
             max_num_seqs=args.running,
-            enable_prefix_caching=False,
+            enable_prefix_caching=args.prefix_caching,
             dtype="float32",
             **ours,
         ).create_engine_config()
@@ -114,16 +123,22 @@ class SchedulerDriver:
             block_size=_BLOCK_SIZE,
             log_stats=False,
         )
+        init_none_hash(sha256)
+        hasher = get_request_block_hasher(_BLOCK_SIZE, sha256)
+        self.hasher = hasher if args.prefix_caching else None
         for i in range(args.running):
             self._add(f"r{i}", args.prompt_tokens, output_len)
         self._step()  # the prompts
         assert len(self.scheduler.running) == args.running
+        self.worker = WorkerStub(spec, config, args.running)
 
     def _add(self, name: str, prompt_tokens: int, output_len: int) -> None:
         params = SamplingParams(max_tokens=output_len, ignore_eos=True)
         params.update_from_generation_config({}, eos_token_id=_EOS)
         prompt = [next(self.tokens) for _ in range(prompt_tokens)]
-        self.scheduler.add_request(Request(name, prompt, params, None))
+        self.scheduler.add_request(
+            Request(name, prompt, params, None, block_hasher=self.hasher)
+        )
 
     def run(self, steps: int) -> dict[str, float]:
         """Mean microseconds per step of each phase."""
@@ -138,18 +153,67 @@ class SchedulerDriver:
         clock = [time.thread_time()]
         output = self.scheduler.schedule()
         clock.append(time.thread_time())
-        pickle.dumps(output, protocol=pickle.HIGHEST_PROTOCOL)
+        message = pickle.dumps(output, protocol=pickle.HIGHEST_PROTOCOL)
         clock.append(time.thread_time())
-        result = self._model_output(output)
-        start = time.thread_time()
+        received, result = pickle.loads(message), self._model_output(output)
+        batch = self.worker.batch(received) if self.worker else None
+        clock.append(time.thread_time())
+        if self.worker:
+            self.worker.build(received, batch)
+        clock.append(time.thread_time())
         self.scheduler.update_from_output(output, result)
-        update = time.thread_time() - start
-        return clock[1] - clock[0], clock[2] - clock[1], update
+        clock.append(time.thread_time())
+        schedule, pickling, _, build, update = (
+            after - before for before, after in itertools.pairwise(clock)
+        )
+        return schedule, pickling, build, update
 
     def _model_output(self, output: Any) -> ModelRunnerOutput:
         names = list(output.num_scheduled_tokens)
         index = {name: i for i, name in enumerate(names)}
         return ModelRunnerOutput(names, index, [[next(self.tokens)] for _ in names])
+
+
+class WorkerStub:
+    """What a worker does with a step before its first layer, of one group."""
+
+    def __init__(self, spec: FullAttentionSpec, config: Any, running: int) -> None:
+        ours = isinstance(spec, H2OAttentionSpec)
+        builder = H2OCPUBuilder if ours else CPUAttentionMetadataBuilder
+        self.builder = builder(spec, [], config, torch.device("cpu"))
+        columns = spec.max_num_blocks_per_req(config, config.model_config.max_model_len)
+        self.block_table = torch.zeros(running, columns, dtype=torch.int32)
+        self.slots = torch.zeros(running, dtype=torch.int64)
+        self.step: StepRows | None = None
+        if ours:
+            self.step = StepRows()
+            self.step.request_ids = lambda: self.request_ids
+            self.builder.bind(self.step)
+
+    def batch(self, output: Any) -> CommonAttentionMetadata:
+        """The rows of a step in which every request decodes."""
+        # A worker's rows keep the order in which requests came.
+        self.request_ids = sorted(output.num_scheduled_tokens)
+        cached = output.scheduled_cached_reqs
+        starts = torch.arange(len(cached.req_ids) + 1, dtype=torch.int32)
+        lengths = torch.tensor(cached.num_computed_tokens, dtype=torch.int32) + 1
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=lengths,
+            num_reqs=len(lengths),
+            num_actual_tokens=len(lengths),
+            max_query_len=1,
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=self.block_table,
+            slot_mapping=self.slots,
+        )
+
+    def build(self, received: Any, batch: CommonAttentionMetadata) -> None:
+        """Hand over the plan, if there is one, and build."""
+        if self.step:
+            self.step.begin(getattr(received, PLAN_ATTRIBUTE), [])
+        self.builder.build(0, batch)
 
 
 def summarize(samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from benchmarks.smollm2 import ensure_model
+from tests.core.helpers import plan_of
 from vllm_h2o.attention.cuda_backend import H2OTritonAttentionBuilder
 from vllm_h2o.attention.metadata import H2OMetadata, StepRows
-from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 
@@ -48,7 +49,7 @@ def build(builder, rows, padding=0, capture=False):
     )  # fmt: skip
     builder.step.request_ids = lambda: list(rows)
     if rows and not capture:
-        builder.step.begin(ResidencyPlan(rows), [])
+        builder.step.begin(plan_of(rows), [])
     try:
         if capture:
             return builder.build_for_cudagraph_capture(common), common

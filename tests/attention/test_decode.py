@@ -11,6 +11,7 @@ from vllm_h2o.attention.prompt import choose
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.selection import select_residents
 
 NUM_BLOCKS = 24
 
@@ -170,3 +171,21 @@ def test_budgets_by_head_equal_reference(layer):
     (expected, expected_births), (actual, births) = results
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(births, expected_births)
+
+
+@pytest.mark.parametrize("position", [47, 199])
+def test_heads_are_chosen_for_together_as_each_alone(position):
+    """Heads 0 and 2 are poor: no spans for them, whatever the others get."""
+    blocks = [[2, 5, 2, 3], [4, 1, 4, 3]]
+    config = H2OConfig(sinks=4, pooling=7, score="sum")
+    pages = [Pages.view(make_cache(torch.float32, 4, 64, 16)) for _ in blocks]
+    heads = heads_of(pages, 0, blocks)
+    params = replace(params_of(), heads=heads)
+    scores = torch.rand(4, position + 1)
+    chosen = choose(scores, position, 0, config, params)
+    layouts = params.layouts_at(position, 4)
+    for head, layout in enumerate(layouts):
+        alone = replace(config, pooling=1 if layout.budget < 48 else 7)
+        positions, slots = select_residents(scores[head : head + 1], alone, layout, 0)
+        assert torch.equal(chosen[head][0], positions[0])
+        assert torch.equal(chosen[head][1], slots)

@@ -24,6 +24,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.smollm2 import ensure_model
 from vllm_h2o.core.manager import H2OManager, check_integrity
+from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -48,6 +49,11 @@ def config_of(window: int | str, budget: int, chunk: int) -> Any:
         dtype="float32",
         enable_prefix_caching=True,
     ).create_engine_config()
+
+
+def plan_of(rows: dict[str, RowPlan]) -> ResidencyPlan:
+    """The plan of a step with these rows."""
+    return ResidencyPlan(list(rows), *map(list, zip(*rows.values(), strict=True)))
 
 
 def spec_of(vllm_config: Any) -> H2OAttentionSpec:

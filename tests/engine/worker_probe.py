@@ -57,8 +57,9 @@ class WorkerProbe:
 
     def _watching(self, builder: H2OMetadataBuilder, build: Any) -> Any:
         def watched(common_prefix_len: int, common: Any, fast_build: bool = False):
-            for i, (request_id, row) in enumerate(builder.step.rows(common.num_reqs)):
-                first = builder.spec.dense_columns
+            rows = builder.step.rows(common.num_reqs)
+            for i, request_id in enumerate(rows.request_ids):
+                row, first = rows.row(i), builder.spec.dense_columns
                 if row.is_resident or row.is_transition:
                     end = row.num_computed_tokens + row.num_scheduled_tokens
                     blocks = common.block_table_tensor[

@@ -14,10 +14,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.smollm2 import ensure_model
+from tests.core.helpers import plan_of
 from vllm_h2o.attention import cuda_backend
 from vllm_h2o.attention.metadata import StepRows
 from vllm_h2o.attention.ops.triton import DecodeScratch
-from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin import gpu_worker, runner
 from vllm_h2o.plugin.engine_args import WORKER_CLS, needed_worker_cls
@@ -170,7 +171,7 @@ def test_wrapping_twice_is_wrapping_once():
     runner.follow(stock, step, is_v2=False)
     assert stock._determine_batch_execution_and_padding is wrapped
     assert wrapped() == {}
-    step.begin(ResidencyPlan({"a": RowPlan(9, 1, 9), "b": RowPlan(3, 1, 9)}), [])
+    step.begin(plan_of({"a": RowPlan(9, 1, 9), "b": RowPlan(3, 1, 9)}), [])
     assert wrapped() == {"force_uniform_decode": False}
-    step.begin(ResidencyPlan({"a": RowPlan(9, 1, 9)}), [])
+    step.begin(plan_of({"a": RowPlan(9, 1, 9)}), [])
     assert wrapped() == {}

@@ -39,6 +39,20 @@ def test_ties_go_to_the_lower_position():
     assert [slots[i] for i in range(4)] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("num_tokens", [9, 40, 333])
+def test_heaviest_of_many_ties_equal_a_stable_sort(num_tokens):
+    """Also with scores of zero, and with infinite ones beside the sinks."""
+    layout = SlotLayout(4, 4, 4, 1, whole_blocks=False)
+    scores = torch.randint(0, 4, (5, num_tokens)).float()
+    scores[0] = 0.0
+    scores[1, 3] = float("inf")
+    positions, _ = select_residents(scores, config_of(), layout, 0)
+    older = scores[:, : num_tokens - 4].clone()
+    older[:, 0] = float("inf")
+    order = older.sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(positions[:, :4], order[:, :4].sort(dim=1).values)
+
+
 def test_mean_takes_away_the_head_start_of_old_tokens():
     scores = [0.0, 3.0, 3.0, 3.0, 2.9, 2.9, 2.9, 2.9, 0.0, 0.0, 0.0, 0.0]
     assert {chosen(scores)[i] for i in range(4)} == {0, 1, 2, 3}

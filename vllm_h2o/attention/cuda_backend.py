@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-    from vllm_h2o.core.plan import RowPlan
-
 
 class _CUDAImpl(H2OImpl):
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -81,9 +79,9 @@ class _CUDABuilder(H2OMetadataBuilder):
         )
 
     def _resident(
-        self, common: CommonAttentionMetadata, plans: list[RowPlan]
+        self, common: CommonAttentionMetadata, prefill_ends: torch.Tensor
     ) -> ResidentRows:
-        return replace(super()._resident(common, plans), scratch=self._scratch)
+        return replace(super()._resident(common, prefill_ends), scratch=self._scratch)
 
 
 class _CUDABackend(H2OBackend):

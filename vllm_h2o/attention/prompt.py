@@ -10,6 +10,7 @@ import torch
 from vllm_h2o.attention.ops import DecodeParams, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.selection import select_residents
 
 if TYPE_CHECKING:
@@ -74,9 +75,7 @@ def compress_prompt(
         params: The layer's constants.
     """
     assert prompt.resident_blocks is not None
-    num_tokens = scores.shape[1]
-    # Heads go their own ways only once the prompt outgrows the budget.
-    last = num_tokens if num_tokens > params.layout.budget else 0
+    last = scores.shape[1] - 1
     chosen = choose(scores, last, prompt.first_query, config, params)
     compress(
         pages, prompt.dense_blocks, prompt.resident_blocks, last, chosen, scores, params
@@ -118,19 +117,16 @@ def choose(
 
     A head with less than the common budget has no room for spans: it picks tokens.
     """
-    layouts = params.layouts_at(position, len(scores))
-    if params.heads is None or position < params.layout.budget:
-        positions, slots = select_residents(scores, config, params.layout, first_query)
-        return [(positions[head], slots) for head in range(len(scores))]
+    heads_of: dict[SlotLayout, list[int]] = {}
+    for head, layout in enumerate(params.layouts_at(position, len(scores))):
+        heads_of.setdefault(layout, []).append(head)
     tokens_only = replace(config, pooling=1)
-    chosen = []
-    for head, layout in enumerate(layouts):
+    chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for layout, heads in heads_of.items():
         poor = layout.budget < params.layout.budget
+        mine = scores if len(heads) == len(scores) else scores[heads]
         positions, slots = select_residents(
-            scores[head : head + 1],
-            tokens_only if poor else config,
-            layout,
-            first_query,
+            mine, tokens_only if poor else config, layout, first_query
         )
-        chosen.append((positions[0], slots))
-    return chosen
+        chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
+    return [chosen[head] for head in range(len(scores))]

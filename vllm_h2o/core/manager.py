@@ -5,6 +5,7 @@ Everything here follows from token counts; no score reaches the scheduler.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,11 @@ class H2OManager(FullAttentionManager):
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
         self._prefill_end: dict[str, int] = {}
+        # What the methods that run for every request in every step look at:
+        # tokens that the blocks held are known to be enough for, and resident
+        # requests that still hold their dense blocks.
+        self._served: dict[str, int] = {}
+        self._releasing: set[str] = set()
 
     # ---------------------------------------------------------------- counting
 
@@ -63,6 +69,10 @@ class H2OManager(FullAttentionManager):
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""
         return self._prefill_end[request_id]
+
+    def prefill_ends(self, request_ids: Iterable[str]) -> list[int]:
+        """`prefill_end` of each."""
+        return [*map(self._prefill_end.__getitem__, request_ids)]
 
     def _required(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """Dense and resident blocks that `num_tokens` tokens need."""
@@ -83,6 +93,15 @@ class H2OManager(FullAttentionManager):
             return 0, max(resident - (held - self.dense_columns), 0)
         return max(dense - held, 0), resident
 
+    def _tokens_served(self, request_id: str) -> int:
+        """Tokens that the blocks held are enough for."""
+        held = len(self.req_to_blocks[request_id])
+        resident = held - self.dense_columns
+        if resident <= 0:
+            return min(held * self.block_size, self._prefill_end[request_id] - 1)
+        tokens = resident * self.block_size
+        return tokens if tokens < self.budget else sys.maxsize
+
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
@@ -96,6 +115,8 @@ class H2OManager(FullAttentionManager):
     ) -> int:
         """See the base class. At admission this counts dense plus resident
         blocks of the full sequence, so an admitted request can transition."""
+        if num_tokens <= self._served.get(request_id, 0):
+            return 0
         missing = self._missing(request_id, num_tokens, len(new_computed_blocks))
         return sum(missing) + self._get_num_evictable_blocks(new_computed_blocks)
 
@@ -105,14 +126,19 @@ class H2OManager(FullAttentionManager):
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """Append what `num_tokens` need; in the transition step pad and go on."""
+        if num_tokens <= self._served.get(request_id, 0):
+            return []
         dense, resident = self._missing(request_id, num_tokens)
         blocks = self.req_to_blocks[request_id]
         start = len(blocks)
         blocks.extend(self._new_blocks(dense))
         if resident:
+            if len(blocks) <= self.dense_columns:
+                self._releasing.add(request_id)
             padding = max(self.dense_columns - len(blocks), 0)
             blocks.extend([self._null_block] * padding)
             blocks.extend(self._new_blocks(resident))
+        self._served[request_id] = self._tokens_served(request_id)
         return blocks[start:]
 
     def _new_blocks(self, count: int) -> list[KVCacheBlock]:
@@ -130,15 +156,13 @@ class H2OManager(FullAttentionManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Release the dense blocks once no step in flight can read them."""
-        if not self.is_resident(request_id):
+        if request_id not in self._releasing:
             return
         end = self._prefill_end[request_id]
         if processed_computed_tokens < end:
             return
-        blocks = self.req_to_blocks[request_id]
+        self._releasing.remove(request_id)
         last = cdiv(end, self.block_size)
-        if blocks[last - 1] is self._null_block:
-            return
         self._remove_blocks_in_range(request_id, 0, last)
         self.blocks_freed += last
 
@@ -149,6 +173,8 @@ class H2OManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Drop the request's state with its blocks."""
         self._prefill_end.pop(request_id, None)
+        self._served.pop(request_id, None)
+        self._releasing.discard(request_id)
         return super().pop_blocks_for_free(request_id)
 
     # ---------------------------------------------------------- prefix caching
@@ -202,6 +228,9 @@ class H2OManager(FullAttentionManager):
         end = self._prefill_end[request_id]
         dense = cdiv(end, self.block_size)
         null = self._null_block
+        assert self._served.get(request_id, 0) <= self._tokens_served(request_id)
+        holds_dense = self.is_resident(request_id) and blocks[0] is not null
+        assert (request_id in self._releasing) == holds_dense
         if not self.is_resident(request_id):
             assert len(blocks) <= dense
             assert null not in blocks

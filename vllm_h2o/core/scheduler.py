@@ -9,7 +9,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_h2o.core.manager import H2OManager
-from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan, RowPlan
+from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 
@@ -57,23 +57,23 @@ class H2OScheduler(AsyncScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step and hang its plan on the output."""
         output = super().schedule(throttle_prefills)
-        rows = self._plan_rows(output)
-        self.h2o_stats.count_step(
-            rows.values(), self.h2o_managers, self._layout, output
-        )
-        plan = ResidencyPlan(rows, self.h2o_stats.as_dict())
+        plan = self._plan(output)
+        self.h2o_stats.count_step(plan, self.h2o_managers, self._layout, output)
+        plan.stats = self.h2o_stats.as_dict()
         setattr(output, PLAN_ATTRIBUTE, plan)
         return output
 
-    def _plan_rows(self, output: SchedulerOutput) -> dict[str, RowPlan]:
-        manager = self.h2o_managers[0]
-        rows = {}
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            # schedule() has already advanced num_computed_tokens past this step.
-            computed = self.requests[request_id].num_computed_tokens - scheduled
-            end = manager.prefill_end(request_id)
-            rows[request_id] = RowPlan(computed, scheduled, end)
-        return rows
+    def _plan(self, output: SchedulerOutput) -> ResidencyPlan:
+        request_ids = list(output.num_scheduled_tokens)
+        scheduled = list(output.num_scheduled_tokens.values())
+        requests = self.requests
+        # schedule() has already advanced num_computed_tokens past this step.
+        computed = [
+            requests[request_id].num_computed_tokens - count
+            for request_id, count in output.num_scheduled_tokens.items()
+        ]
+        ends = self.h2o_managers[0].prefill_ends(request_ids)
+        return ResidencyPlan(request_ids, computed, scheduled, ends)
 
     def finish_requests(self, request_ids, finished_status):
         """Finish requests; None means all, which is how a server shuts down.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_h2o.core.plan import RowPlan
+from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.policy.layout import SlotLayout
 
 if TYPE_CHECKING:
@@ -38,26 +38,43 @@ class H2OStats:
 
     def count_step(
         self,
-        rows: Iterable[RowPlan],
+        plan: ResidencyPlan,
         managers: Sequence[H2OManager],
         layout: SlotLayout,
         output: SchedulerOutput,
     ) -> None:
-        """Add what a scheduled step does."""
-        for row in rows:
-            end = row.num_computed_tokens + row.num_scheduled_tokens
-            if row.is_transition:
-                self.transitions += 1
-                self.tokens_evicted += end - layout.resident_tokens(end)
-            elif row.is_resident and end > layout.budget:
-                held = layout.resident_tokens(end)
-                before = layout.resident_tokens(row.num_computed_tokens)
-                self.tokens_evicted += row.num_scheduled_tokens - (held - before)
+        """Add what a scheduled step does.
+
+        Args:
+            plan: The step's plan; its counters may be those of the last step.
+            managers: The managers of the compressed layers, one block pool.
+            layout: The slots of a request.
+            output: The scheduled step.
+        """
+        self._count_evictions(plan, layout)
         pool = managers[0].block_pool
         self.blocks_freed = sum(manager.blocks_freed for manager in managers)
         self.blocks_in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, self.blocks_in_use)
         self.preemptions += len(output.preempted_req_ids or ())
+
+    def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:
+        held = layout.resident_tokens
+        for computed, scheduled, end in zip(
+            plan.num_computed_tokens,
+            plan.num_scheduled_tokens,
+            plan.prefill_ends,
+            strict=True,
+        ):
+            if computed >= end:
+                if computed >= layout.budget:
+                    self.tokens_evicted += scheduled
+                    if layout.whole_blocks:
+                        grown = held(computed + scheduled) - held(computed)
+                        self.tokens_evicted -= grown
+            elif computed + scheduled >= end:
+                self.transitions += 1
+                self.tokens_evicted += end - held(end)
 
     def as_dict(self) -> dict[str, int]:
         """The counters by name."""

@@ -1,14 +1,27 @@
-/* The CPU kernel of resident rows; decode.h has its formula and its layout. */
+/* The CPU kernels: decode.h has those of resident rows and the layout of a page,
+ * observe.h the one that scores prompts. */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Query heads that share one read of K and V, and slots per register tile: with
- * AVX-512 4 x 32 accumulators take 8 registers, enough to hide FMA latency. */
+#include "vectors.h"
+
+/* Query heads that share one read of K and V, and vectors per register tile. */
 #define H2O_GROUP 4
-#define H2O_TILE 32
+#define H2O_TILE 2
+/* Prompt rows (a query head of a query) that share one read of K, and the bytes of
+ * their logits that a thread holds at a time: about half an L2 cache. */
+#define H2O_ROWS (H2O_LANES / 2) /* with K and q they fill the registers */
+#define H2O_SCRATCH_BYTES (512 * 1024)
+
+/* benchmarks/kernel.py builds a variant without scores and graduation. */
+#ifdef H2O_BARE
+#define H2O_TRACKS 0
+#else
+#define H2O_TRACKS 1
+#endif
 
 /* Mirrored by vllm_h2o/attention/ops/cpu.py. Strides of pages in bytes, of the
  * others in elements. */
@@ -42,6 +55,17 @@ typedef struct {
     const float *scores;          /* [num_kv_heads][num_tokens] */
     int64_t num_tokens;
 } h2o_compress_args;
+
+/* Mirrored likewise: consecutive queries over the dense pages of one request. */
+typedef struct {
+    const void *query;     /* [num_queries][num_heads][head_size] */
+    const void *cache;     /* page of block 0 */
+    const int32_t *blocks; /* block of position p: [p / block_size] */
+    float *scores;         /* [num_kv_heads][>= first_position + num_queries] */
+    int64_t num_queries, num_heads, num_kv_heads, head_size, block_size;
+    int64_t query_stride, scores_stride, page_stride, first_position, num_threads;
+    float scale, softcap, score_decay;
+} h2o_observe_args;
 
 /* The slots of one KV head of one row. Its i-th page is in the resident block
  * column[i], offset[i] bytes from this layer's: another layer may lend it. */
@@ -110,23 +134,99 @@ static inline uint16_t h2o_f32_to_bf16(float x) { /* round to nearest even */
     return (uint16_t)((bits.i + 0x7FFFu + ((bits.i >> 16) & 1u)) >> 16);
 }
 
+/* cap * tanh(x / cap) for each x; absolute error below cap * 3e-7; vectorizes. */
+static inline void h2o_softcap(float *x, int64_t count, float cap) {
+    for (int64_t i = 0; i < count; ++i) {
+        const float e = h2o_exp(-2.0f * fabsf(x[i]) / cap);
+        x[i] = copysignf(cap * (1.0f - e) / (1.0f + e), x[i]);
+    }
+}
+
+static inline int64_t h2o_round_up(int64_t x, int64_t unit) {
+    return (x + unit - 1) / unit * unit;
+}
+
+/* Floats from a row of prompt logits to the next: whole pages, and a cache line
+ * more, since rows a power of two apart would fall into the same cache set. */
+static inline int64_t h2o_logits_stride(const h2o_observe_args *a) {
+    return h2o_round_up(a->first_position + a->num_queries, a->block_size) + 16;
+}
+
+/* Rows of prompt logits that fit H2O_SCRATCH_BYTES, whole register tiles. */
+static inline int64_t h2o_tile_rows(const h2o_observe_args *a) {
+    const int64_t all = a->num_queries * (a->num_heads / a->num_kv_heads);
+    int64_t rows = H2O_SCRATCH_BYTES / (int64_t)sizeof(float) / h2o_logits_stride(a);
+    rows = rows / H2O_ROWS * H2O_ROWS;
+    if (rows < H2O_ROWS) rows = H2O_ROWS;
+    return rows < all ? rows : h2o_round_up(all, H2O_ROWS);
+}
+
+/* logits[0..visible) -> weight * softmax; then zeros up to `length`. */
+static inline void h2o_weighted_softmax(float *restrict logits, int64_t visible,
+                                        int64_t length, float softcap, float weight) {
+    if (softcap > 0.0f) h2o_softcap(logits, visible, softcap);
+    const float highest = h2o_highest(logits, visible, -FLT_MAX);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < visible; ++i) {
+        logits[i] = h2o_exp(logits[i] - highest);
+        sum += logits[i];
+    }
+    weight /= sum;
+    for (int64_t i = 0; i < visible; ++i) logits[i] *= weight;
+    for (int64_t i = visible; i < length; ++i) logits[i] = 0.0f;
+}
+
+/* sums[0..length) += the sum of the rows. */
+static inline void h2o_add_columns(const float *restrict rows, int64_t count,
+                                   int64_t stride, int64_t length,
+                                   float *restrict sums) {
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4) {
+        const float *restrict p = rows + r * stride;
+        for (int64_t i = 0; i < length; ++i)
+            sums[i] += p[i] + p[stride + i] + p[2 * stride + i] + p[3 * stride + i];
+    }
+    for (; r < count; ++r)
+        for (int64_t i = 0; i < length; ++i) sums[i] += rows[r * stride + i];
+}
+
+/* scores += the parts [num_kv_heads][num_parts][num_keys]. */
+static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
+                          int64_t num_parts, int64_t num_keys) {
+    for (int64_t head = 0; head < a->num_kv_heads; ++head)
+        h2o_add_columns(parts + head * num_parts * num_keys, num_parts, num_keys,
+                        num_keys, a->scores + head * a->scores_stride);
+}
+
 #define NAME h2o_decode_float32
 #define COMPRESS h2o_compress_float32
+#define OBSERVE h2o_observe_float32
 #define ELEM float
 #define TO_F32(x) (x)
 #define FROM_F32(x) (x)
+#define LOAD(from) h2o_load_f32(from)
 #include "decode.h"
+#include "observe.h"
+#include "undefine.h"
 
 #define NAME h2o_decode_bfloat16
 #define COMPRESS h2o_compress_bfloat16
+#define OBSERVE h2o_observe_bfloat16
 #define ELEM uint16_t
 #define TO_F32(x) h2o_bf16_to_f32(x)
 #define FROM_F32(x) h2o_f32_to_bf16(x)
+#define LOAD(from) h2o_load_bf16(from)
 #include "decode.h"
+#include "observe.h"
+#include "undefine.h"
 
 #define NAME h2o_decode_float16
 #define COMPRESS h2o_compress_float16
+#define OBSERVE h2o_observe_float16
 #define ELEM _Float16
 #define TO_F32(x) ((float)(x))
 #define FROM_F32(x) ((_Float16)(x))
+#define LOAD(from) h2o_load_f16(from)
 #include "decode.h"
+#include "observe.h"
+#include "undefine.h"

@@ -6,6 +6,7 @@
  *   COMPRESS    name of the exported function that compresses a request
  *   TO_F32(x)   ELEM -> float
  *   FROM_F32(x) float -> ELEM
+ *   LOAD(from)  H2O_LANES ELEMs -> vector of floats
  *
  * Formula, per row with new position p and KV head g (query heads h of g):
  *   value(s)  = score[s], or score[s] / (p - max(birth[s], first_query)) for mean
@@ -120,46 +121,69 @@ static void FN(graduate_block)(const h2o_decode_args *a, const h2o_slots *r) {
     memcpy(heavy.birth, ring.birth, bs * sizeof(int32_t));
 }
 
-/* logits[g][0..tile) of a tile of slots, `group` query heads at once. */
+/* rows[r][0..tile vectors) of a tile of slots: `count` queries meet one read of K. */
 static inline __attribute__((always_inline)) void FN(dot_tile)(
     const float *restrict query, const ELEM *restrict key, int64_t head_size,
-    int64_t block_size, int64_t logits_stride, float *restrict logits,
-    const int group, const int tile) {
-    float acc[H2O_GROUP][H2O_TILE];
-    for (int g = 0; g < group; ++g)
-        for (int s = 0; s < tile; ++s) acc[g][s] = 0.0f;
+    int64_t block_size, int64_t stride, float *restrict rows, const int count,
+    const int tile) {
+    h2o_vec acc[H2O_ROWS][H2O_TILE];
+    for (int r = 0; r < count; ++r)
+        for (int s = 0; s < tile; ++s) acc[r][s] = (h2o_vec){0};
     for (int64_t d = 0; d < head_size; ++d) {
-        const ELEM *restrict column = key + d * block_size;
-        float k[H2O_TILE];
-        for (int s = 0; s < tile; ++s) k[s] = TO_F32(column[s]);
-        for (int g = 0; g < group; ++g) {
-            const float q = query[g * head_size + d];
-            for (int s = 0; s < tile; ++s) acc[g][s] += q * k[s];
-        }
+        h2o_vec k[H2O_TILE];
+        for (int s = 0; s < tile; ++s) k[s] = LOAD(key + d * block_size + s * H2O_LANES);
+        for (int r = 0; r < count; ++r)
+            for (int s = 0; s < tile; ++s) acc[r][s] += query[r * head_size + d] * k[s];
     }
-    for (int g = 0; g < group; ++g)
-        for (int s = 0; s < tile; ++s) logits[g * logits_stride + s] = acc[g][s];
+    for (int r = 0; r < count; ++r)
+        for (int s = 0; s < tile; ++s)
+            h2o_store_f32(rows + r * stride + s * H2O_LANES, acc[r][s]);
 }
 
-/* out[g][0..tile) += sum over slots of probs[g][s] * value[s]. */
+/* The logits of a whole page. */
+static inline __attribute__((always_inline)) void FN(dot_page)(
+    const float *restrict query, const ELEM *restrict key, int64_t head_size,
+    int64_t block_size, int64_t stride, float *restrict rows, const int count) {
+    int64_t s = 0;
+    for (; s + H2O_TILE * H2O_LANES <= block_size; s += H2O_TILE * H2O_LANES)
+        FN(dot_tile)(query, key + s, head_size, block_size, stride, rows + s, count,
+                     H2O_TILE);
+    for (; s < block_size; s += H2O_LANES)
+        FN(dot_tile)(query, key + s, head_size, block_size, stride, rows + s, count, 1);
+}
+
+/* out[g][0..tile vectors) += sum over slots of probs[g][s] * value[s]. */
 static inline __attribute__((always_inline)) void FN(accumulate_tile)(
     const float *restrict probs, const ELEM *restrict value, int64_t head_size,
-    int64_t num_slots, int64_t logits_stride, float *restrict out, const int group,
+    int64_t num_slots, int64_t stride, float *restrict out, const int group,
     const int tile) {
-    float acc[H2O_GROUP][H2O_TILE];
+    h2o_vec acc[H2O_GROUP][H2O_TILE];
     for (int g = 0; g < group; ++g)
-        for (int d = 0; d < tile; ++d) acc[g][d] = out[g * head_size + d];
+        for (int d = 0; d < tile; ++d)
+            acc[g][d] = h2o_load_f32(out + g * head_size + d * H2O_LANES);
     for (int64_t s = 0; s < num_slots; ++s) {
-        const ELEM *restrict row = value + s * head_size;
-        float v[H2O_TILE];
-        for (int d = 0; d < tile; ++d) v[d] = TO_F32(row[d]);
-        for (int g = 0; g < group; ++g) {
-            const float p = probs[g * logits_stride + s];
-            for (int d = 0; d < tile; ++d) acc[g][d] += p * v[d];
-        }
+        h2o_vec v[H2O_TILE];
+        for (int d = 0; d < tile; ++d)
+            v[d] = LOAD(value + s * head_size + d * H2O_LANES);
+        for (int g = 0; g < group; ++g)
+            for (int d = 0; d < tile; ++d) acc[g][d] += probs[g * stride + s] * v[d];
     }
     for (int g = 0; g < group; ++g)
-        for (int d = 0; d < tile; ++d) out[g * head_size + d] = acc[g][d];
+        for (int d = 0; d < tile; ++d)
+            h2o_store_f32(out + g * head_size + d * H2O_LANES, acc[g][d]);
+}
+
+/* The values of a whole page. */
+static inline __attribute__((always_inline)) void FN(accumulate_page)(
+    const float *restrict probs, const ELEM *restrict value, int64_t head_size,
+    int64_t num_slots, int64_t stride, float *restrict out, const int group) {
+    int64_t d = 0;
+    for (; d + H2O_TILE * H2O_LANES <= head_size; d += H2O_TILE * H2O_LANES)
+        FN(accumulate_tile)(probs, value + d, head_size, num_slots, stride, out + d,
+                            group, H2O_TILE);
+    for (; d < head_size; d += H2O_LANES)
+        FN(accumulate_tile)(probs, value + d, head_size, num_slots, stride, out + d,
+                            group, 1);
 }
 
 /* Slots of a block that hold a token: all, but for a partly filled sequence and,
@@ -190,12 +214,7 @@ static inline __attribute__((always_inline)) void FN(attend)(
     }
     for (int64_t b = 0; b < num_blocks; ++b) {
         const FN(page) page = FN(page_of)(a, r, b);
-        float *part = logits + b * bs;
-        int64_t t = 0;
-        for (; t + H2O_TILE <= bs; t += H2O_TILE)
-            FN(dot_tile)(q, page.key + t, hs, bs, stride, part + t, group, H2O_TILE);
-        for (; t < bs; t += H2O_TILE / 2)
-            FN(dot_tile)(q, page.key + t, hs, bs, stride, part + t, group, H2O_TILE / 2);
+        FN(dot_page)(q, page.key, hs, bs, stride, logits + b * bs, group);
     }
     float inverse[H2O_GROUP];
     for (int g = 0; g < group; ++g) {
@@ -204,11 +223,8 @@ static inline __attribute__((always_inline)) void FN(attend)(
         for (int64_t b = 0; b < num_blocks; ++b) {
             const int64_t valid = FN(valid_slots)(a, r, b);
             float *part = row + b * bs;
-            if (a->softcap > 0.0f)
-                for (int64_t s = 0; s < valid; ++s)
-                    part[s] = a->softcap * tanhf(part[s] / a->softcap);
-            for (int64_t s = 0; s < valid; ++s)
-                highest = part[s] > highest ? part[s] : highest;
+            if (a->softcap > 0.0f) h2o_softcap(part, valid, a->softcap);
+            highest = h2o_highest(part, valid, highest);
         }
         for (int64_t b = 0; b < num_blocks; ++b) {
             const int64_t valid = FN(valid_slots)(a, r, b);
@@ -224,18 +240,12 @@ static inline __attribute__((always_inline)) void FN(attend)(
         const FN(page) page = FN(page_of)(a, r, b);
         const int64_t valid = FN(valid_slots)(a, r, b);
         const float *part = logits + b * bs;
-        for (int64_t s = 0; s < valid; ++s) {
+        for (int64_t s = 0; H2O_TRACKS && s < valid; ++s) {
             float received = 0.0f;
             for (int g = 0; g < group; ++g) received += part[g * stride + s] * inverse[g];
             page.score[s] = page.score[s] * decay + received;
         }
-        int64_t d = 0;
-        for (; d + H2O_TILE <= hs; d += H2O_TILE)
-            FN(accumulate_tile)(part, page.value + d, hs, valid, stride, out + d, group,
-                                H2O_TILE);
-        for (; d < hs; d += H2O_TILE / 2)
-            FN(accumulate_tile)(part, page.value + d, hs, valid, stride, out + d, group,
-                                H2O_TILE / 2);
+        FN(accumulate_page)(part, page.value, hs, valid, stride, out, group);
     }
     for (int g = 0; g < group; ++g)
         for (int64_t d = 0; d < hs; ++d)
@@ -246,7 +256,7 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
                      float *scratch) {
     const int64_t bs = a->block_size, hs = a->head_size;
     const h2o_slots slots = h2o_slots_of(a, row, head), *r = &slots;
-    if (r->position >= r->budget) {
+    if (H2O_TRACKS && r->position >= r->budget) {
         if (!a->whole_blocks)
             FN(graduate_token)(a, r);
         else if (r->position % bs == 0)
@@ -337,12 +347,3 @@ int COMPRESS(const h2o_decode_args *a, const h2o_compress_args *c) {
         failed |= FN(compress_head)(a, c, head);
     return failed;
 }
-
-#undef COMPRESS
-#undef FN
-#undef CAT
-#undef CAT_
-#undef NAME
-#undef ELEM
-#undef TO_F32
-#undef FROM_F32

@@ -183,7 +183,9 @@ def compress(
         source_blocks: int32 blocks, the token at position p in block
             `p // block_size`, offset `p % block_size`.
         target_blocks: `[budget_blocks]` int32 resident blocks.
-        position: Of the next token: decides whether heads have their own slots.
+        position: Of the newest token, which these slots are for: decides whether
+            heads have their own. A prompt's last one, or the one that is about to
+            be decoded.
         chosen: Per KV head int64 `(positions, slots)`, as `select_residents` says.
         scores: `[num_kv_heads, num_tokens]` float32, by position.
         params: The layer's constants.
@@ -215,18 +217,14 @@ def observe(
         scores: `[num_kv_heads, >= first_position + m]` float32 sums of earlier
             queries, updated in place.
         params: The layer's constants.
+
+    Raises:
+        ValueError: A dtype or head size that no kernel has.
     """
-    if query.is_cuda:
-        _kernel(query).observe(
-            query, pages, dense_blocks, first_position, scores, params
-        )
-        return
-    from vllm_h2o.attention.ops import reference
-
-    reference.observe(query, pages, dense_blocks, first_position, scores, params)
+    _kernel(query).observe(query, pages, dense_blocks, first_position, scores, params)
 
 
-def _kernel(tensor: torch.Tensor, without_cuda: str = "cpu") -> ModuleType:
+def _kernel(tensor: torch.Tensor) -> ModuleType:
     """The kernels of the tensor's device."""
-    name = "triton" if tensor.is_cuda else without_cuda
+    name = "triton" if tensor.is_cuda else "cpu"
     return importlib.import_module(f"vllm_h2o.attention.ops.{name}")

@@ -1,4 +1,4 @@
-"""The C kernel: built with the system's compiler at first use, cached, by ctypes."""
+"""The C kernels: built with the system's compiler at first use, cached, by ctypes."""
 
 from __future__ import annotations
 
@@ -66,6 +66,22 @@ class _CompressArgs(ctypes.Structure):
             for name in "source_blocks starts positions slots scores".split()
         ),
         ("num_tokens", ctypes.c_int64),
+    ]
+
+
+class _ObserveArgs(ctypes.Structure):
+    """Mirror of `h2o_observe_args` in decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "query cache blocks scores".split()),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_queries num_heads num_kv_heads head_size block_size "
+                "query_stride scores_stride page_stride first_position num_threads"
+            ).split()
+        ),
+        *((name, ctypes.c_float) for name in _FLOATS),
     ]
 
 
@@ -149,6 +165,50 @@ def compress(
         raise MemoryError("the H2O compress kernel could not allocate its scratch")
 
 
+def observe(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+) -> None:
+    """See `vllm_h2o.attention.ops.observe`."""
+    num_queries, num_heads, head_size = query.shape
+    _, num_kv_heads, _, block_size = pages.keys.shape
+    num_tokens = first_position + num_queries
+    check_supported(query.dtype, head_size, block_size)
+    assert pages.keys.dtype == query.dtype
+    assert query.stride(1) == head_size and query.stride(2) == 1
+    assert dense_blocks.dtype == torch.int32 and dense_blocks.stride(0) == 1
+    assert len(dense_blocks) * block_size >= num_tokens
+    assert scores.dtype == torch.float32 and scores.stride(1) == 1
+    assert scores.shape[0] == num_kv_heads and scores.shape[1] >= num_tokens
+    if params.score_decay != 1.0:
+        scores.mul_(params.score_decay**num_queries)
+    args = _ObserveArgs(
+        query=query.data_ptr(),
+        cache=pages.keys.data_ptr(),
+        blocks=dense_blocks.data_ptr(),
+        scores=scores.data_ptr(),
+        num_queries=num_queries,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        query_stride=query.stride(0),
+        scores_stride=scores.stride(0),
+        page_stride=pages.page_stride,
+        first_position=first_position,
+        num_threads=torch.get_num_threads(),
+        scale=params.scale,
+        softcap=params.softcap,
+        score_decay=params.score_decay,
+    )
+    if _function("observe", query.dtype)(ctypes.byref(args)):
+        raise MemoryError("the H2O observe kernel could not allocate its scratch")
+
+
 def _slot_args(
     pages: Pages, block_table: torch.Tensor, params: DecodeParams
 ) -> dict[str, int]:
@@ -203,15 +263,23 @@ def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Load the kernel, building it when this machine has no copy yet."""
-    target = _cache_folder() / f"h2o_decode-{_fingerprint()}.so"
+    return load()
+
+
+def load(*flags: str) -> ctypes.CDLL:
+    """Load the kernels, building them when this machine has no copy yet.
+
+    Args:
+        flags: More of the compiler's, for variants to measure.
+    """
+    target = _cache_folder() / f"h2o_decode-{_fingerprint(flags)}.so"
     if not target.exists():
-        _build(target)
+        _build(target, flags)
     # torch has loaded its OpenMP by now; the same soname makes ours resolve to
     # it, so both share one pool of threads.
     library = ctypes.CDLL(str(target))
     for dtype in _DTYPES.values():
-        for name in ("decode", "compress"):
+        for name in ("decode", "compress", "observe"):
             getattr(library, f"h2o_{name}_{dtype}").restype = ctypes.c_int
     return library
 
@@ -236,12 +304,12 @@ def _compiler() -> str:
     )
 
 
-def _fingerprint() -> str:
+def _fingerprint(flags: Sequence[str]) -> str:
     """Identify source, flags, compiler and processor (-march=native)."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    digest.update(" ".join(_FLAGS).encode())
+    digest.update(" ".join([*_FLAGS, *flags]).encode())
     digest.update(_compiler().encode())
     digest.update(_processor().encode())
     return digest.hexdigest()[:16]
@@ -256,17 +324,25 @@ def _processor() -> str:
     return "".join(sorted({line for line in lines if line.startswith(keys)}))
 
 
-def _build(target: Path) -> None:
+def _build(target: Path, flags: Sequence[str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Workers of one engine may build at the same time: each into a file of its
     # own, the rename is atomic.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         partial = Path(folder) / target.name
-        command = [_compiler(), *_FLAGS, str(_SOURCES / "decode.c")]
-        command += ["-o", str(partial), "-lm"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise RuntimeError(
-                f"building the H2O kernel failed: {' '.join(command)}\n{result.stderr}"
-            )
+        compile_source(_SOURCES / "decode.c", partial, *flags)
         partial.rename(target)
+
+
+def compile_source(source: Path, target: Path, *flags: str) -> None:
+    """Compile one C file to a shared object, with the kernels' flags and more.
+
+    Raises:
+        RuntimeError: There is no compiler, or it failed; with what it said.
+    """
+    command = [_compiler(), *_FLAGS, *flags, str(source), "-o", str(target), "-lm"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(
+            f"building the H2O kernel failed: {' '.join(command)}\n{result.stderr}"
+        )

@@ -1,0 +1,279 @@
+"""The resident kernel against stock's CPU op and the memory's bandwidth.
+
+    python -m benchmarks.kernel
+    python -m benchmarks.kernel --dtypes float32 bfloat16 --threads 1 2
+
+All read the same pages, far more than the last-level cache holds, in turns:
+a plain streaming loop, vLLM's op over a full-length context, our kernel over a
+budget of that length (every step graduates and scores), ours with budgets by head,
+and ours built without scores and graduation. Prints GB/s of KV per second of CPU
+time and thread, so that others on the machine count for little, and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tqdm import tqdm
+from vllm import _custom_ops as ops
+
+from benchmarks.machine import hardware
+from benchmarks.report import spread
+from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout, state_bytes
+from vllm_h2o.policy.lending import lend
+
+STREAM, STOCK, OURS, BY_HEAD, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
+SYSTEMS = (STREAM, STOCK, OURS, BY_HEAD, BARE)
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64  # SmolLM2-135M
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print a table per cell, write JSON."""
+    args = parse_args(argv)
+    cells = []
+    for dtype in args.dtypes:
+        state = State(getattr(torch, dtype), args)
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            cells.append(measure(state, args.rounds) | {"dtype": dtype})
+            print(table(cells[-1]), flush=True)
+    options = {**vars(args), "output": str(args.output)}
+    result = {"options": options, "hardware": hardware(), "cells": cells}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1))
+    print(f"written to {args.output}")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Sizes in rows, tokens and layers."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=8, help="requests")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of each")
+    parser.add_argument("--layers", type=int, default=4, help="caches, an even number")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each")
+    default = Path("benchmarks/results/kernel.json")
+    parser.add_argument("--output", type=Path, default=default)
+    args = parser.parse_args(argv)
+    if args.layers % 2:
+        parser.error(f"--layers is {args.layers}: heads lend between pairs, use even")
+    return args
+
+
+@dataclass
+class Step:
+    """One decoded token per row."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+
+
+class State:
+    """Caches of some layers whose pages are full, and one pass over them each."""
+
+    def __init__(self, dtype: torch.dtype, args: argparse.Namespace) -> None:
+        self.dtype, self.rows = dtype, args.rows
+        size, columns = args.block_size, args.context // args.block_size
+        self.context = columns * size
+        self.caches = [
+            _full_cache(1 + args.rows * columns, size, dtype)
+            for _ in range(args.layers)
+        ]
+        order = torch.randperm(args.rows * columns) + 1
+        self.block_table = order.view(args.rows, columns).int()
+        self.layers = [Pages.view(cache) for cache in self.caches]
+        for pages in self.layers:
+            pages.scores.uniform_()
+            pages.births.zero_()
+        config = H2OConfig(budget=self.context)
+        layout = SlotLayout.of_blocks(config, size, columns)
+        self.params = DecodeParams(layout, HEAD_SIZE**-0.5, 0.0, 1.0, True)
+        self.heads = _uneven_heads(self.layers, config, columns, size)
+        self.position = self.context
+        self.bytes = 2 * self.context * args.rows * NUM_KV_HEADS * HEAD_SIZE
+        self.bytes *= dtype.itemsize * args.layers
+        self.step = self._step()
+        self.bare = cpu.load("-DH2O_BARE")
+        self._stream = _stream_library()
+
+    def _step(self) -> Step:
+        query = torch.randn(self.rows, NUM_HEADS, HEAD_SIZE).to(self.dtype)
+        kv = torch.randn(2, self.rows, NUM_KV_HEADS, HEAD_SIZE).to(self.dtype)
+        return Step(query, kv[0], kv[1], torch.empty_like(query))
+
+    def run(self, system: str) -> None:
+        """Read every page once."""
+        passes: dict[str, Callable[[], None]] = {
+            STREAM: self.run_stream,
+            STOCK: self.run_stock,
+            OURS: lambda: self.run_ours([None] * len(self.layers)),
+            BY_HEAD: lambda: self.run_ours(self.heads),
+            BARE: self.run_bare,
+        }
+        passes[system]()
+
+    def run_stream(self) -> None:
+        """The plain loop, over as many bytes."""
+        share = self.bytes // len(self.caches) // 64
+        for cache in self.caches:
+            self._stream(cache.data_ptr(), share, torch.get_num_threads())
+
+    def run_stock(self) -> None:
+        """vLLM's op over the whole context."""
+        starts = torch.arange(self.rows + 1, dtype=torch.int32)
+        lengths = torch.full((self.rows,), self.context, dtype=torch.int32)
+        isa = "vec" if self.params.layout.block_size % 32 == 0 else "vec16"
+        metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=self.rows, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_SIZE, seq_lens=lengths, dtype=self.dtype,
+            query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa,
+            enable_kv_split=True,
+        )  # fmt: skip
+        for cache in self.caches:
+            num_blocks, heads, size, _ = cache.shape
+            keys, values = cache.view(num_blocks, heads, 2 * size, -1).chunk(2, dim=2)
+            ops.cpu_attention_with_kv_cache(
+                self.step.query, keys, values, self.step.output, starts, lengths,
+                self.params.scale, True, None, -1, self.block_table, 0.0, metadata,
+                None,
+            )  # fmt: skip
+
+    def run_ours(self, heads: list[HeadSlots | None]) -> None:
+        """Our kernel, one step of every layer."""
+        rows = ResidentRows(
+            self.block_table,
+            torch.full((self.rows,), self.position),
+            torch.zeros(self.rows, dtype=torch.int64),
+        )
+        self.position += 1
+        step = self.step
+        for pages, own in zip(self.layers, heads, strict=True):
+            params = replace(self.params, heads=own)
+            cpu.decode_resident(
+                step.query, step.key, step.value, pages, rows, params, step.output
+            )
+
+    def run_bare(self) -> None:
+        """Our kernel without scores and graduation."""
+        with patch.object(cpu, "_library", lambda: self.bare):
+            self.run_ours([None] * len(self.layers))
+
+
+def _full_cache(num_blocks: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    page = NUM_KV_HEADS * size * 2 * HEAD_SIZE
+    stride = page + state_bytes(NUM_KV_HEADS, size) // dtype.itemsize
+    raw = torch.randn(num_blocks * stride, dtype=torch.float32).to(dtype)
+    shape = (num_blocks, NUM_KV_HEADS, size, 2 * HEAD_SIZE)
+    return raw.as_strided(shape, (stride, size * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1))
+
+
+def _uneven_heads(
+    layers: list[Pages], config: H2OConfig, columns: int, size: int
+) -> list[HeadSlots | None]:
+    """Half, all and one and a half of the pages; the other way round next door."""
+    few = max(columns // 2, 2)
+    blocks = [[few, columns, 2 * columns - few], [2 * columns - few, columns, few]]
+    blocks *= len(layers) // 2
+    pages = lend(blocks, columns)
+    return [
+        HeadSlots(
+            [SlotLayout.of_blocks(config, size, n) for n in blocks[i]],
+            pages[i],
+            layers,
+            i,
+        )
+        for i in range(len(layers))
+    ]
+
+
+def _stream_library() -> Callable[..., int]:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "stream.so"
+        cpu.compile_source(Path(__file__).with_name("stream.c"), target)
+        function = ctypes.CDLL(str(target)).h2o_stream
+    function.restype = ctypes.c_uint64
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return function
+
+
+def measure(state: State, rounds: int) -> dict[str, Any]:
+    """GB/s of KV per second of CPU time and thread, in turns, and what follows."""
+    threads = torch.get_num_threads()
+    rates: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    walls: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    for name in SYSTEMS:
+        state.run(name)
+    for _ in tqdm(range(rounds), unit="round"):
+        for name in SYSTEMS:
+            wall, clock = time.perf_counter(), time.process_time()
+            state.run(name)
+            rates[name].append(state.bytes / (time.process_time() - clock) / 1e9)
+            walls[name].append(time.perf_counter() - wall)
+    return {
+        "threads": threads,
+        "kv_bytes": state.bytes,
+        "flop_per_byte": 2 * NUM_HEADS // NUM_KV_HEADS / state.dtype.itemsize,
+        "gb_per_cpu_s": {name: spread(values) for name, values in rates.items()},
+        "wall_s": {name: spread(values) for name, values in walls.items()},
+        "ratios": _ratios(rates),
+    }
+
+
+def _ratios(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Turn by turn."""
+
+    def over(ours: str, theirs: str) -> dict[str, float]:
+        pairs = zip(rates[ours], rates[theirs], strict=True)
+        return spread(a / b for a, b in pairs)
+
+    pairs = zip(rates[OURS], rates[BARE], strict=True)
+    return {
+        "h2o_over_stock": over(OURS, STOCK),
+        "h2o_over_stream": over(OURS, STREAM),
+        "stock_over_stream": over(STOCK, STREAM),
+        "by_head_over_h2o": over(BY_HEAD, OURS),
+        "share_of_scores_and_graduation": spread(1 - a / b for a, b in pairs),
+    }
+
+
+def table(cell: dict[str, Any]) -> str:
+    """Medians, then [lowest, highest]; and the roofline."""
+    lines = [
+        "",
+        f"{cell['dtype']}, {cell['threads']} threads, {cell['kv_bytes'] / 1e6:.0f} MB "
+        "of KV a pass; GB per second of CPU time",
+    ]
+    for kind in ("gb_per_cpu_s", "ratios"):
+        for name, value in cell[kind].items():
+            low, high = value["min"], value["max"]
+            lines.append(f"{name:32}{value['median']:8.3f} [{low:.3f}, {high:.3f}]")
+    bandwidth = cell["gb_per_cpu_s"][STREAM]["median"]
+    intensity = cell["flop_per_byte"]
+    lines.append(
+        f"roofline: a KV byte needs {intensity:g} FLOP (2 per element and query head, "
+        f"{NUM_HEADS // NUM_KV_HEADS} query heads a KV head); at {bandwidth:.1f} GB/s "
+        f"that is {bandwidth * intensity:.1f} GFLOP/s a thread, far below its peak: "
+        "memory is the limit"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

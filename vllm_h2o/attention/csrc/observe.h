@@ -1,0 +1,118 @@
+/* Prompt scoring: the attention that consecutive queries put on a dense prompt.
+ *
+ * Included once per element type, after decode.h, with the same macros and
+ *   OBSERVE     name of the exported function
+ *
+ * Formula, per KV head g with its query heads h and the queries at positions
+ * first_position + q, 0 <= q < m:
+ *   A[h,q,t]    = softmax over t <= first_position + q of scale * q[q,h] . K[t]
+ *   scores[g,t] += sum_q decay^(m-1-q) sum_{h in g} A[h,q,t]
+ *
+ * Reference: vllm_h2o/policy/scores.py::observe.  Differences from it: the caller
+ * decays the old scores, sums run in another order, and exp is h2o_exp (relative
+ * error about 1e-7).
+ *
+ * K is read in its pages, column-major [head_size][block_size]. A tile of rows (a
+ * row is one query head of one query) keeps its logits over all keys in scratch
+ * that fits the L2 cache, so that K meets every query once and no logit is computed
+ * twice. Threads share out the tiles of each head; their sums are added in a fixed
+ * order, so that a number of threads gives the same result in every run.
+ */
+
+typedef struct {
+    const h2o_observe_args *a;
+    int64_t head, first_row, num_rows, visible; /* keys that the last row sees */
+    int64_t stride;                             /* of logits, in elements */
+    float *query;                               /* [tile rows][head_size], scaled */
+    float *logits;                              /* [tile rows][stride] */
+} CAT(h2o_tile, OBSERVE);
+#define TILE CAT(h2o_tile, OBSERVE)
+
+/* Query of each row as scaled floats; rows past the last one are zero. */
+static void FN(pack_queries)(const TILE *t) {
+    const h2o_observe_args *a = t->a;
+    const int64_t hs = a->head_size, group = a->num_heads / a->num_kv_heads;
+    for (int64_t r = 0; r < h2o_round_up(t->num_rows, H2O_ROWS); ++r) {
+        const int64_t row = t->first_row + r;
+        const ELEM *query = (const ELEM *)a->query + row / group * a->query_stride +
+                            (t->head * group + row % group) * hs;
+        for (int64_t d = 0; d < hs; ++d)
+            t->query[r * hs + d] = r < t->num_rows ? TO_F32(query[d]) * a->scale : 0.0f;
+    }
+}
+
+/* Logits of all rows over all keys that any of them sees, whole pages. */
+static void FN(dot_pages)(const TILE *t) {
+    const h2o_observe_args *a = t->a;
+    const int64_t bs = a->block_size, hs = a->head_size, half = bs * hs;
+    for (int64_t b = 0; b * bs < t->visible; ++b) {
+        const char *page = (const char *)a->cache + a->blocks[b] * a->page_stride;
+        const ELEM *key = (const ELEM *)page + t->head * 2 * half;
+        for (int64_t r = 0; r < t->num_rows; r += H2O_ROWS)
+            FN(dot_page)(t->query + r * hs, key, hs, bs, t->stride,
+                         t->logits + r * t->stride + b * bs, H2O_ROWS);
+    }
+}
+
+/* Add the tile's probabilities, weighted by the age of their query, to sums. */
+static void FN(observe_tile)(const TILE *t, float *sums) {
+    const h2o_observe_args *a = t->a;
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    FN(pack_queries)(t);
+    FN(dot_pages)(t);
+    for (int64_t r = 0; r < t->num_rows; ++r) {
+        const int64_t q = (t->first_row + r) / group;
+        const float weight =
+            a->score_decay == 1.0f
+                ? 1.0f
+                : powf(a->score_decay, (float)(a->num_queries - 1 - q));
+        h2o_weighted_softmax(t->logits + r * t->stride, a->first_position + q + 1,
+                             t->visible, a->softcap, weight);
+    }
+    h2o_add_columns(t->logits, t->num_rows, t->stride, t->visible, sums);
+}
+
+/* Every `step`-th tile of a head from `first` on, into sums [num_tokens]. */
+static void FN(observe_tiles)(const h2o_observe_args *a, int64_t head, int64_t first,
+                              int64_t step, int64_t tile_rows, float *scratch,
+                              float *sums) {
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    const int64_t num_rows = a->num_queries * group;
+    TILE t = {.a = a, .head = head, .query = scratch};
+    t.logits = scratch + tile_rows * a->head_size;
+    t.stride = h2o_logits_stride(a);
+    for (int64_t row = first * tile_rows; row < num_rows; row += step * tile_rows) {
+        t.first_row = row;
+        t.num_rows = num_rows - row < tile_rows ? num_rows - row : tile_rows;
+        t.visible = a->first_position + (row + t.num_rows - 1) / group + 1;
+        FN(observe_tile)(&t, sums);
+    }
+}
+
+int OBSERVE(const h2o_observe_args *a) {
+    const int64_t parts = a->num_threads, items = a->num_kv_heads * parts;
+    const int64_t num_keys = a->first_position + a->num_queries;
+    const int64_t tile_rows = h2o_tile_rows(a);
+    float *sums = calloc(items * num_keys, sizeof(float));
+    int failed = !sums;
+#pragma omp parallel num_threads(a->num_threads) if (!failed)
+    {
+        float *scratch = malloc(sizeof(float) * tile_rows *
+                                (a->head_size + h2o_logits_stride(a)));
+        if (!scratch) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < items; ++i)
+            if (scratch && sums)
+                FN(observe_tiles)(a, i / parts, i % parts, parts, tile_rows, scratch,
+                                  sums + i * num_keys);
+        free(scratch);
+    }
+    if (!failed) h2o_add_parts(a, sums, parts, num_keys);
+    free(sums);
+    return failed;
+}
+
+#undef TILE

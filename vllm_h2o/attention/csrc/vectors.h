@@ -1,0 +1,58 @@
+/* Vectors of floats and what is done to rows of them; GCC's and clang's own type.
+ *
+ * A register tile is an array of these with constant bounds: compilers keep that in
+ * registers, which they did not do for arrays of plain floats.
+ */
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define H2O_LANES 16
+#else
+#define H2O_LANES 8
+#endif
+
+typedef float h2o_vec __attribute__((vector_size(4 * H2O_LANES)));
+typedef uint32_t h2o_bits __attribute__((vector_size(4 * H2O_LANES)));
+typedef uint16_t h2o_half __attribute__((vector_size(2 * H2O_LANES)));
+
+static inline __attribute__((always_inline)) h2o_vec h2o_load_f32(const float *from) {
+    h2o_vec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+static inline __attribute__((always_inline)) void h2o_store_f32(float *to, h2o_vec v) {
+    memcpy(to, &v, sizeof v);
+}
+
+static inline __attribute__((always_inline)) h2o_vec h2o_load_bf16(const uint16_t *from) {
+    h2o_half half;
+    memcpy(&half, from, sizeof half);
+    return (h2o_vec)(__builtin_convertvector(half, h2o_bits) << 16);
+}
+
+static inline __attribute__((always_inline)) h2o_vec h2o_load_f16(const _Float16 *from) {
+#if defined(__AVX512F__)
+    __m256i half;
+    memcpy(&half, from, sizeof half);
+    return (h2o_vec)_mm512_cvtph_ps(half);
+#else
+    float wide[H2O_LANES];
+    for (int i = 0; i < H2O_LANES; ++i) wide[i] = (float)from[i];
+    return h2o_load_f32(wide);
+#endif
+}
+
+/* The highest of `count` floats and `highest`. Compilers vectorize sums but not
+ * this, where a NaN would make the order matter. */
+static inline float h2o_highest(const float *from, int64_t count, float highest) {
+    h2o_vec most = highest - (h2o_vec){0};
+    int64_t i = 0;
+    for (; i + H2O_LANES <= count; i += H2O_LANES) {
+        const h2o_vec v = h2o_load_f32(from + i);
+        const h2o_bits higher = (h2o_bits)(v > most);
+        most = (h2o_vec)(((h2o_bits)v & higher) | ((h2o_bits)most & ~higher));
+    }
+    for (int j = 0; j < H2O_LANES; ++j) highest = most[j] > highest ? most[j] : highest;
+    for (; i < count; ++i) highest = from[i] > highest ? from[i] : highest;
+    return highest;
+}
