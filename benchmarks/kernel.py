@@ -106,7 +106,8 @@ class State:
         layout = SlotLayout.of_blocks(config, size, columns)
         self.params = DecodeParams(layout, HEAD_SIZE**-0.5, 0.0, 1.0, True)
         self.heads = _uneven_heads(self.layers, config, columns, size)
-        self.position = self.context
+        # Late enough that the head with the largest budget has filled it too.
+        self.position = 2 * self.context
         self.bytes = 2 * self.context * args.rows * NUM_KV_HEADS * HEAD_SIZE
         self.bytes *= dtype.itemsize * args.layers
         self.step = self._step()

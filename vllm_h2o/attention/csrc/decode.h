@@ -121,17 +121,23 @@ static void FN(graduate_block)(const h2o_decode_args *a, const h2o_slots *r) {
     memcpy(heavy.birth, ring.birth, bs * sizeof(int32_t));
 }
 
-/* rows[r][0..tile vectors) of a tile of slots: `count` queries meet one read of K. */
+/* rows[r][0..tile vectors) of a tile of slots: `count` queries meet one read of K.
+ * Here and below `next` is where this will be needed after it, NULL for nowhere:
+ * pages lie anywhere, so that the processor can not foresee the next one. */
 static inline __attribute__((always_inline)) void FN(dot_tile)(
-    const float *restrict query, const ELEM *restrict key, int64_t head_size,
-    int64_t block_size, int64_t stride, float *restrict rows, const int count,
-    const int tile) {
+    const float *restrict query, const ELEM *restrict key, const ELEM *next,
+    int64_t head_size, int64_t block_size, int64_t stride, float *restrict rows,
+    const int count, const int tile) {
     h2o_vec acc[H2O_ROWS][H2O_TILE];
     for (int r = 0; r < count; ++r)
         for (int s = 0; s < tile; ++s) acc[r][s] = (h2o_vec){0};
     for (int64_t d = 0; d < head_size; ++d) {
         h2o_vec k[H2O_TILE];
-        for (int s = 0; s < tile; ++s) k[s] = LOAD(key + d * block_size + s * H2O_LANES);
+        for (int s = 0; s < tile; ++s) {
+            const int64_t at = d * block_size + s * H2O_LANES;
+            k[s] = LOAD(key + at);
+            if (next) __builtin_prefetch(next + at);
+        }
         for (int r = 0; r < count; ++r)
             for (int s = 0; s < tile; ++s) acc[r][s] += query[r * head_size + d] * k[s];
     }
@@ -142,29 +148,34 @@ static inline __attribute__((always_inline)) void FN(dot_tile)(
 
 /* The logits of a whole page. */
 static inline __attribute__((always_inline)) void FN(dot_page)(
-    const float *restrict query, const ELEM *restrict key, int64_t head_size,
-    int64_t block_size, int64_t stride, float *restrict rows, const int count) {
+    const float *restrict query, const ELEM *restrict key, const ELEM *next,
+    int64_t head_size, int64_t block_size, int64_t stride, float *restrict rows,
+    const int count) {
     int64_t s = 0;
     for (; s + H2O_TILE * H2O_LANES <= block_size; s += H2O_TILE * H2O_LANES)
-        FN(dot_tile)(query, key + s, head_size, block_size, stride, rows + s, count,
-                     H2O_TILE);
+        FN(dot_tile)(query, key + s, next ? next + s : NULL, head_size, block_size,
+                     stride, rows + s, count, H2O_TILE);
     for (; s < block_size; s += H2O_LANES)
-        FN(dot_tile)(query, key + s, head_size, block_size, stride, rows + s, count, 1);
+        FN(dot_tile)(query, key + s, next ? next + s : NULL, head_size, block_size,
+                     stride, rows + s, count, 1);
 }
 
 /* out[g][0..tile vectors) += sum over slots of probs[g][s] * value[s]. */
 static inline __attribute__((always_inline)) void FN(accumulate_tile)(
-    const float *restrict probs, const ELEM *restrict value, int64_t head_size,
-    int64_t num_slots, int64_t stride, float *restrict out, const int group,
-    const int tile) {
+    const float *restrict probs, const ELEM *restrict value, const ELEM *next,
+    int64_t head_size, int64_t num_slots, int64_t stride, float *restrict out,
+    const int group, const int tile) {
     h2o_vec acc[H2O_GROUP][H2O_TILE];
     for (int g = 0; g < group; ++g)
         for (int d = 0; d < tile; ++d)
             acc[g][d] = h2o_load_f32(out + g * head_size + d * H2O_LANES);
     for (int64_t s = 0; s < num_slots; ++s) {
         h2o_vec v[H2O_TILE];
-        for (int d = 0; d < tile; ++d)
-            v[d] = LOAD(value + s * head_size + d * H2O_LANES);
+        for (int d = 0; d < tile; ++d) {
+            const int64_t at = s * head_size + d * H2O_LANES;
+            v[d] = LOAD(value + at);
+            if (next) __builtin_prefetch(next + at);
+        }
         for (int g = 0; g < group; ++g)
             for (int d = 0; d < tile; ++d) acc[g][d] += probs[g * stride + s] * v[d];
     }
@@ -175,15 +186,16 @@ static inline __attribute__((always_inline)) void FN(accumulate_tile)(
 
 /* The values of a whole page. */
 static inline __attribute__((always_inline)) void FN(accumulate_page)(
-    const float *restrict probs, const ELEM *restrict value, int64_t head_size,
-    int64_t num_slots, int64_t stride, float *restrict out, const int group) {
+    const float *restrict probs, const ELEM *restrict value, const ELEM *next,
+    int64_t head_size, int64_t num_slots, int64_t stride, float *restrict out,
+    const int group) {
     int64_t d = 0;
     for (; d + H2O_TILE * H2O_LANES <= head_size; d += H2O_TILE * H2O_LANES)
-        FN(accumulate_tile)(probs, value + d, head_size, num_slots, stride, out + d,
-                            group, H2O_TILE);
+        FN(accumulate_tile)(probs, value + d, next ? next + d : NULL, head_size,
+                            num_slots, stride, out + d, group, H2O_TILE);
     for (; d < head_size; d += H2O_LANES)
-        FN(accumulate_tile)(probs, value + d, head_size, num_slots, stride, out + d,
-                            group, 1);
+        FN(accumulate_tile)(probs, value + d, next ? next + d : NULL, head_size,
+                            num_slots, stride, out + d, group, 1);
 }
 
 /* Slots of a block that hold a token: all, but for a partly filled sequence and,
@@ -214,7 +226,8 @@ static inline __attribute__((always_inline)) void FN(attend)(
     }
     for (int64_t b = 0; b < num_blocks; ++b) {
         const FN(page) page = FN(page_of)(a, r, b);
-        FN(dot_page)(q, page.key, hs, bs, stride, logits + b * bs, group);
+        const FN(page) next = FN(page_of)(a, r, b + 1 < num_blocks ? b + 1 : 0);
+        FN(dot_page)(q, page.key, next.key, hs, bs, stride, logits + b * bs, group);
     }
     float inverse[H2O_GROUP];
     for (int g = 0; g < group; ++g) {
@@ -245,7 +258,8 @@ static inline __attribute__((always_inline)) void FN(attend)(
             for (int g = 0; g < group; ++g) received += part[g * stride + s] * inverse[g];
             page.score[s] = page.score[s] * decay + received;
         }
-        FN(accumulate_page)(part, page.value, hs, valid, stride, out, group);
+        const FN(page) next = FN(page_of)(a, r, b + 1 < num_blocks ? b + 1 : b);
+        FN(accumulate_page)(part, page.value, next.value, hs, valid, stride, out, group);
     }
     for (int g = 0; g < group; ++g)
         for (int64_t d = 0; d < hs; ++d)

@@ -49,7 +49,7 @@ static void FN(dot_pages)(const TILE *t) {
         const char *page = (const char *)a->cache + a->blocks[b] * a->page_stride;
         const ELEM *key = (const ELEM *)page + t->head * 2 * half;
         for (int64_t r = 0; r < t->num_rows; r += H2O_ROWS)
-            FN(dot_page)(t->query + r * hs, key, hs, bs, t->stride,
+            FN(dot_page)(t->query + r * hs, key, NULL, hs, bs, t->stride,
                          t->logits + r * t->stride + b * bs, H2O_ROWS);
     }
 }

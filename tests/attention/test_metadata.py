@@ -1,0 +1,102 @@
+"""A batch split by row, from the step's plan alone."""
+
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of
+from vllm_h2o.attention.metadata import BatchRows, H2OMetadataBuilder, StepRows
+from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.spec import H2OAttentionSpec
+
+WINDOW, BUDGET = 20, 64
+ROWS = {
+    "old": RowPlan(150, 1, 100),
+    "chunk": RowPlan(0, 30, 90),
+    "ends": RowPlan(80, 16, 96),
+    "fills": RowPlan(BUDGET, 1, 10),
+}
+
+
+def plan_of(*names):
+    rows = [ROWS[name] for name in names]
+    return ResidencyPlan(list(names), *map(list, zip(*rows, strict=True)))
+
+
+def build(scheduled, batch):
+    """Metadata of a step scheduled in one order, in a batch of another."""
+    config = config_of(WINDOW, BUDGET, 48)
+    plain = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=3, head_size=64, dtype=torch.float32
+    )
+    spec = H2OAttentionSpec.of(plain, h2o_config(config), MAX_MODEL_LEN)
+    builder = H2OMetadataBuilder(spec, [], config, torch.device("cpu"))
+    step = StepRows(lambda: batch)
+    builder.bind(step)
+    step.begin(plan_of(*scheduled), [])
+    counts = torch.tensor([ROWS[name] for name in batch], dtype=torch.int32)
+    starts = torch.zeros(len(batch) + 1, dtype=torch.int32)
+    starts[1:] = counts[:, 1].cumsum(0)
+    columns = spec.max_num_blocks_per_req(config, MAX_MODEL_LEN)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=counts[:, 0] + counts[:, 1],
+        num_reqs=len(batch),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(counts[:, 1].max()),
+        max_seq_len=MAX_MODEL_LEN,
+        block_table_tensor=torch.arange(len(batch) * columns, dtype=torch.int32).view(
+            len(batch), columns
+        ),
+        slot_mapping=torch.arange(int(starts[-1])),
+    )
+    return builder.build(0, common), common, spec
+
+
+@pytest.mark.parametrize("scheduled", [("old", "fills"), ("fills", "old")])
+def test_resident_rows_alone(scheduled):
+    metadata, common, spec = build(scheduled, ["old", "fills"])
+    assert metadata.stock is None and metadata.resident_tokens is None
+    resident = metadata.resident
+    assert resident.positions.tolist() == [150, BUDGET]
+    assert resident.first_queries.tolist() == [100 - WINDOW, 0]
+    first = spec.dense_columns
+    expected = common.block_table_tensor[:, first : first + BUDGET // BLOCK_SIZE]
+    assert torch.equal(resident.block_table, expected)
+    assert metadata.filled == [1]
+    assert common.slot_mapping.tolist() == [-1, -1]
+
+
+def test_mixed_batch():
+    batch = ["chunk", "old", "ends", "fills"]
+    metadata, common, spec = build(tuple(ROWS), batch)
+    resident, table = metadata.resident, common.block_table_tensor
+    assert resident.positions.tolist() == [150, BUDGET]
+    assert resident.first_queries.tolist() == [100 - WINDOW, 0]
+    first = spec.dense_columns
+    expected = table[[1, 3], first : first + BUDGET // BLOCK_SIZE]
+    assert torch.equal(resident.block_table, expected)
+    assert metadata.filled == [1]
+    assert metadata.resident_tokens.tolist() == [30, 47]
+    prompts = [*range(30), *range(31, 47)]
+    assert metadata.stock_tokens.tolist() == prompts
+    assert metadata.stock.seq_lens.tolist() == [30, 96]
+    assert common.slot_mapping.tolist() == [*range(30), -1, *range(31, 47), -1]
+    # The chunk ends before its prompt's observation window.
+    (observed,) = metadata.observed
+    assert observed.plan == ROWS["ends"] and observed.tokens == slice(31, 47)
+    assert observed.first_query == 96 - WINDOW
+    assert torch.equal(observed.dense_blocks, table[2, : 96 // BLOCK_SIZE])
+    used = BUDGET // BLOCK_SIZE
+    assert torch.equal(observed.resident_blocks, table[2, first : first + used])
+
+
+def test_rows_of_a_plan_in_any_order():
+    plan = plan_of(*ROWS)
+    assert plan.rows == ROWS
+    rows = BatchRows.of(plan, ["fills", "chunk"])
+    assert [rows.row(0), rows.row(1)] == [ROWS["fills"], ROWS["chunk"]]
+    assert rows.is_resident.tolist() == [True, False]
