@@ -2,11 +2,11 @@
 
 Slot numbers are int32, addresses int64: a layer's cache passes 2**31 elements.
 
-`heads`, budgets by head, is None or a tuple of device tensors, what `HeadSlots`
-holds: `(sizes, columns, kv_offsets, state_offsets)`, see `HeadTables`. `places` is
-where the pages of one row and KV head are: `(table, columns, offsets)`, the row's
-block ids, and of each page its column and its distance from this layer's pages, in
-elements of what is addressed; the latter two are None where page i is block i.
+`heads`, budgets by head, is None or the device tensors of `DecodeParams.head_tables`:
+`(sizes, columns, kv_offsets, state_offsets)`. `places` is where the pages of one row
+and KV head are: `(table, columns, offsets)`, the row's block ids, and of each page its
+column and its distance from this layer's pages, in elements of what is addressed; the
+latter two are None where page i is block i.
 """
 
 from __future__ import annotations
