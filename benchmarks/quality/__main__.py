@@ -138,7 +138,8 @@ def _losses(full: bool, base: dict) -> Iterator[Cell]:
         return
     for fraction in BUDGETS:
         yield from _ours(OURS + OURS_TOO, fraction, work)
-    yield from _ours(LEVERS, 0.1, work)
+    for fraction in BUDGETS[2:]:
+        yield from _ours(LEVERS, fraction, work)
     for fraction in BUDGETS:
         yield from _peers(PRESSES + PRESSES_TOO, fraction, work)
         budget = tokens_of(fraction, TEXT_TOKENS)
