@@ -5,9 +5,10 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of
-from vllm_h2o.attention.metadata import BatchRows, H2OMetadataBuilder, StepRows
-from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
+from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
+from vllm_h2o.attention.metadata import BatchRows, StepRows
+from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 
@@ -20,9 +21,14 @@ ROWS = {
 }
 
 
-def plan_of(*names):
-    rows = [ROWS[name] for name in names]
-    return ResidencyPlan(list(names), *map(list, zip(*rows, strict=True)))
+class Layer:
+    """Stands where vLLM's layers whose heads part ways do; remembers for whom."""
+
+    def __init__(self):
+        self.impl, self.kv_cache, self.parted = self, None, []
+
+    def part_ways(self, kv_cache, layout, blocks, first_query):
+        self.parted.append((blocks.tolist(), first_query))
 
 
 def build(scheduled, batch):
@@ -32,10 +38,11 @@ def build(scheduled, batch):
         block_size=BLOCK_SIZE, num_kv_heads=3, head_size=64, dtype=torch.float32
     )
     spec = H2OAttentionSpec.of(plain, h2o_config(config), MAX_MODEL_LEN)
-    builder = H2OMetadataBuilder(spec, [], config, torch.device("cpu"))
-    step = StepRows(lambda: batch)
-    builder.bind(step)
-    step.begin(plan_of(*scheduled), [])
+    builder = H2OCPUBuilder(spec, [], config, torch.device("cpu"))
+    step, layer = StepRows(), Layer()
+    step.request_ids = lambda: batch
+    builder.bind(step, [layer])
+    step.begin(plan_of({name: ROWS[name] for name in scheduled}), [])
     counts = torch.tensor([ROWS[name] for name in batch], dtype=torch.int32)
     starts = torch.zeros(len(batch) + 1, dtype=torch.int32)
     starts[1:] = counts[:, 1].cumsum(0)
@@ -53,7 +60,15 @@ def build(scheduled, batch):
         ),
         slot_mapping=torch.arange(int(starts[-1])),
     )
-    return builder.build(0, common), common, spec
+    metadata = builder.build(0, common)
+    assert layer.parted == [(filled_blocks(common, spec, batch), 0)]
+    return metadata, common, spec
+
+
+def filled_blocks(common, spec, batch):
+    first = spec.dense_columns
+    row = common.block_table_tensor[batch.index("fills"), first:]
+    return row[: BUDGET // BLOCK_SIZE].tolist()
 
 
 @pytest.mark.parametrize("scheduled", [("old", "fills"), ("fills", "old")])
@@ -66,7 +81,6 @@ def test_resident_rows_alone(scheduled):
     first = spec.dense_columns
     expected = common.block_table_tensor[:, first : first + BUDGET // BLOCK_SIZE]
     assert torch.equal(resident.block_table, expected)
-    assert metadata.filled == [1]
     assert common.slot_mapping.tolist() == [-1, -1]
 
 
@@ -79,7 +93,6 @@ def test_mixed_batch():
     first = spec.dense_columns
     expected = table[[1, 3], first : first + BUDGET // BLOCK_SIZE]
     assert torch.equal(resident.block_table, expected)
-    assert metadata.filled == [1]
     assert metadata.resident_tokens.tolist() == [30, 47]
     prompts = [*range(30), *range(31, 47)]
     assert metadata.stock_tokens.tolist() == prompts
@@ -95,7 +108,7 @@ def test_mixed_batch():
 
 
 def test_rows_of_a_plan_in_any_order():
-    plan = plan_of(*ROWS)
+    plan = plan_of(ROWS)
     assert plan.rows == ROWS
     rows = BatchRows.of(plan, ["fills", "chunk"])
     assert [rows.row(0), rows.row(1)] == [ROWS["fills"], ROWS["chunk"]]
