@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,15 +18,21 @@ Rows = list[dict[str, str]]
 
 
 def loss_table(rows: Rows) -> str:
-    """Loss over the full cache by system and budget; sorted at the largest."""
+    """Loss over the full cache by system and budget; sorted where most have a row."""
     lines = loss_deltas(rows)
-    budgets = sorted({x for points in lines.values() for x, _ in points}, reverse=True)
+    measured = Counter(x for points in lines.values() for x, _ in points)
+    ((common, _),) = measured.most_common(1)
+    budgets = sorted(measured, reverse=True)
+
+    def loss(line: tuple[str, list[tuple[float, float]]]) -> float:
+        return dict(line[1]).get(common, math.inf)
+
     return _markdown(
         ["nats per token over the full cache", *(f"{x:.0%}" for x in budgets)],
         (
             [name, *(f"{dict(points)[x]:+.3f}" if x in dict(points) else ""
                      for x in budgets)]
-            for name, points in sorted(lines.items(), key=lambda line: line[1][-1])
+            for name, points in sorted(lines.items(), key=loss)
         ),
     )  # fmt: skip
 

@@ -156,8 +156,9 @@ def test_budgets_are_whole_blocks():
 
 
 @pytest.mark.engine
-def test_the_full_cache_answers_whenever_it_is_asked(tokenizer):
+def test_the_full_cache_answers_whenever_it_is_asked(tokenizer, monkeypatch):
     """A question ends the user's turn: its stop token must not end the request."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     asked = questions(tokenizer, ["passkey"], 320, [0.5], per_depth=3, seed=0)
     texts = [q.context for q in asked], [q.question for q in asked]
     engine = system_of(Cell(ENGINE, FULL, RETRIEVAL, 0, 320))
