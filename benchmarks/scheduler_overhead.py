@@ -184,6 +184,7 @@ class WorkerStub:
         columns = spec.max_num_blocks_per_req(config, config.model_config.max_model_len)
         self.block_table = torch.zeros(running, columns, dtype=torch.int32)
         self.slots = torch.zeros(running, dtype=torch.int64)
+        self.request_ids: list[str] = []
         self.step: StepRows | None = None
         if ours:
             self.step = StepRows()
@@ -192,8 +193,9 @@ class WorkerStub:
 
     def batch(self, output: Any) -> CommonAttentionMetadata:
         """The rows of a step in which every request decodes."""
-        # A worker's rows keep the order in which requests came.
-        self.request_ids = sorted(output.num_scheduled_tokens)
+        # A worker's rows keep the order in which requests came; its strings are
+        # not those of later messages.
+        self.request_ids = self.request_ids or list(output.num_scheduled_tokens)
         cached = output.scheduled_cached_reqs
         starts = torch.arange(len(cached.req_ids) + 1, dtype=torch.int32)
         lengths = torch.tensor(cached.num_computed_tokens, dtype=torch.int32) + 1
