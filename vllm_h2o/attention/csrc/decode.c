@@ -8,9 +8,13 @@
 
 #include "vectors.h"
 
-/* Query heads that share one read of K and V, and vectors per register tile. */
+/* Query heads that share one read of K and V, and vectors per register tile, of
+ * keys and, where there are enough registers, of values. */
 #define H2O_GROUP 4
 #define H2O_TILE 2
+#define H2O_WIDE_TILE (H2O_LANES / 4)
+/* Pages between the prefetch of their scores and births and the search in them. */
+#define H2O_AHEAD 8
 /* Prompt rows (a query head of a query) that share one read of K, and the bytes of
  * their logits that a thread holds at a time: about half an L2 cache. */
 #define H2O_ROWS (H2O_LANES / 2) /* with K and q they fill the registers */
@@ -99,6 +103,20 @@ static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
     return r;
 }
 
+typedef struct {
+    float value;
+    int32_t birth;
+    int64_t slot; /* -1: none yet */
+} h2o_lowest;
+
+/* Ask for `bytes` from `from` on: into the second-level cache, because the few loads
+ * that the first level can have under way are needed for what is read now. */
+#define H2O_TO_L2 2
+static inline void h2o_prefetch(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)from + i, 0, H2O_TO_L2);
+}
+
 /* e^x for x <= 0, relative error below 3e-7; vectorizes. */
 static inline float h2o_exp(float x) {
     x = x < -87.0f ? -87.0f : x;
@@ -120,8 +138,9 @@ static inline float h2o_exp(float x) {
 static inline float h2o_value(const h2o_decode_args *a, float score, int32_t birth,
                               const h2o_slots *r) {
     if (!a->score_mean) return score;
-    const int64_t seen_since = birth > r->first_query ? birth : r->first_query;
-    return score / (float)(r->position - seen_since);
+    const int32_t first_query = (int32_t)r->first_query;
+    const int32_t seen_since = birth > first_query ? birth : first_query;
+    return score / (float)((int32_t)r->position - seen_since);
 }
 
 static inline float h2o_bf16_to_f32(uint16_t x) {
@@ -161,17 +180,22 @@ static inline int64_t h2o_tile_rows(const h2o_observe_args *a) {
     return rows < all ? rows : h2o_round_up(all, H2O_ROWS);
 }
 
+/* x[0..count) -> e^(x - highest); returns their sum. */
+static inline float h2o_exps(float *restrict x, int64_t count, float highest) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < count; ++i) {
+        x[i] = h2o_exp(x[i] - highest);
+        sum += x[i];
+    }
+    return sum;
+}
+
 /* logits[0..visible) -> weight * softmax; then zeros up to `length`. */
 static inline void h2o_weighted_softmax(float *restrict logits, int64_t visible,
                                         int64_t length, float softcap, float weight) {
     if (softcap > 0.0f) h2o_softcap(logits, visible, softcap);
     const float highest = h2o_highest(logits, visible, -FLT_MAX);
-    float sum = 0.0f;
-    for (int64_t i = 0; i < visible; ++i) {
-        logits[i] = h2o_exp(logits[i] - highest);
-        sum += logits[i];
-    }
-    weight /= sum;
+    weight /= h2o_exps(logits, visible, highest);
     for (int64_t i = 0; i < visible; ++i) logits[i] *= weight;
     for (int64_t i = visible; i < length; ++i) logits[i] = 0.0f;
 }
@@ -205,6 +229,8 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define TO_F32(x) (x)
 #define FROM_F32(x) (x)
 #define LOAD(from) h2o_load_f32(from)
+#define LOAD_PAIR(from, pair) ((pair)[0] = LOAD(from), (pair)[1] = LOAD((from) + H2O_LANES))
+#define IN_ORDER(pair) ((void)(pair))
 #include "decode.h"
 #include "observe.h"
 #include "undefine.h"
@@ -216,6 +242,8 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define TO_F32(x) h2o_bf16_to_f32(x)
 #define FROM_F32(x) h2o_f32_to_bf16(x)
 #define LOAD(from) h2o_load_bf16(from)
+#define LOAD_PAIR(from, pair) h2o_load_pair_bf16(from, pair)
+#define IN_ORDER(pair) h2o_in_order_bf16(pair)
 #include "decode.h"
 #include "observe.h"
 #include "undefine.h"
@@ -227,6 +255,8 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define TO_F32(x) ((float)(x))
 #define FROM_F32(x) ((_Float16)(x))
 #define LOAD(from) h2o_load_f16(from)
+#define LOAD_PAIR(from, pair) ((pair)[0] = LOAD(from), (pair)[1] = LOAD((from) + H2O_LANES))
+#define IN_ORDER(pair) ((void)(pair))
 #include "decode.h"
 #include "observe.h"
 #include "undefine.h"

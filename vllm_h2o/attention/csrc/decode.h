@@ -7,6 +7,8 @@
  *   TO_F32(x)   ELEM -> float
  *   FROM_F32(x) float -> ELEM
  *   LOAD(from)  H2O_LANES ELEMs -> vector of floats
+ *   LOAD_PAIR(from, pair)  twice as many -> two of them, in any order, which
+ *   IN_ORDER(pair)         undoes
  *
  * Formula, per row with new position p and KV head g (query heads h of g):
  *   value(s)  = score[s], or score[s] / (p - max(birth[s], first_query)) for mean
@@ -68,26 +70,41 @@ static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64
     to.birth[j] = from.birth[i];
 }
 
-static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
-    const int64_t bs = a->block_size;
+/* The lowest value among the slots [first, last) of a page, and the oldest of those
+ * that have it, if they come before `best`. */
+static inline void FN(find_lowest)(const h2o_decode_args *a, const h2o_slots *r,
+                                   FN(page) page, int64_t block, int64_t first,
+                                   int64_t last, h2o_lowest *best) {
+    float values[last];
     float lowest = FLT_MAX;
-    int32_t oldest = INT32_MAX;
-    int64_t loser = -1;
-    for (int64_t s = a->pinned_slots; s < r->heavy_slots; ++s) {
-        FN(page) page = FN(page_of)(a, r, s / bs);
-        const int64_t i = s % bs;
-        const float value = h2o_value(a, page.score[i], page.birth[i], r);
-        if (value < lowest || (value == lowest && page.birth[i] < oldest)) {
-            lowest = value;
-            oldest = page.birth[i];
-            loser = s;
-        }
+    for (int64_t i = first; i < last; ++i)
+        values[i] = h2o_value(a, page.score[i], page.birth[i], r);
+    for (int64_t i = first; i < last; ++i)
+        lowest = values[i] < lowest ? values[i] : lowest;
+    if (lowest > best->value) return;
+    for (int64_t i = first; i < last; ++i)
+        if (values[i] < best->value ||
+            (values[i] == best->value && page.birth[i] < best->birth))
+            *best = (h2o_lowest){values[i], page.birth[i], block * a->block_size + i};
+}
+
+static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
+    const int64_t bs = a->block_size, num_blocks = (r->heavy_slots + bs - 1) / bs;
+    h2o_lowest best = {FLT_MAX, INT32_MAX, -1};
+    for (int64_t b = a->pinned_slots / bs; b < num_blocks; ++b) {
+        const int64_t soon = b + H2O_AHEAD < num_blocks ? b + H2O_AHEAD : b;
+        const FN(page) page = FN(page_of)(a, r, b), next = FN(page_of)(a, r, soon);
+        h2o_prefetch(next.score, bs * sizeof(float));
+        h2o_prefetch(next.birth, bs * sizeof(int32_t));
+        const int64_t pinned = a->pinned_slots - b * bs, left = r->heavy_slots - b * bs;
+        FN(find_lowest)(a, r, page, b, pinned > 0 ? pinned : 0, left < bs ? left : bs,
+                        &best);
     }
     FN(page) ring = FN(page_of)(a, r, r->slot / bs);
     const int64_t i = r->slot % bs;
     const float value = h2o_value(a, ring.score[i], ring.birth[i], r);
-    if (loser >= 0 && value > lowest)
-        FN(copy_token)(a, ring, i, FN(page_of)(a, r, loser / bs), loser % bs);
+    if (best.slot >= 0 && value > best.value)
+        FN(copy_token)(a, ring, i, FN(page_of)(a, r, best.slot / bs), best.slot % bs);
 }
 
 static inline float FN(block_value)(const h2o_decode_args *a, const h2o_slots *r,
@@ -121,9 +138,25 @@ static void FN(graduate_block)(const h2o_decode_args *a, const h2o_slots *r) {
     memcpy(heavy.birth, ring.birth, bs * sizeof(int32_t));
 }
 
-/* rows[r][0..tile vectors) of a tile of slots: `count` queries meet one read of K.
- * Here and below `next` is where this will be needed after it, NULL for nowhere:
- * pages lie anywhere, so that the processor can not foresee the next one. */
+/* A register tile: `tile` vectors that lie one after another, of which each two are
+ * a pair as LOAD_PAIR has them; a tile of one is in order. */
+static inline __attribute__((always_inline)) void FN(load_tile)(const ELEM *from,
+                                                                h2o_vec *to,
+                                                                const int tile) {
+    if (tile == 1)
+        to[0] = LOAD(from);
+    else
+        for (int s = 0; s < tile; s += 2) LOAD_PAIR(from + s * H2O_LANES, to + s);
+}
+
+static inline __attribute__((always_inline)) void FN(in_order)(h2o_vec *x,
+                                                               const int tile) {
+    for (int s = 0; s + 2 <= tile; s += 2) IN_ORDER(x + s);
+}
+
+/* `next` is where the next page is read in place of this one, NULL for nowhere: pages
+ * lie anywhere, so that the processor can not foresee it. */
+/* rows[r][0..tile vectors) of a tile of slots: `count` queries meet one read of K. */
 static inline __attribute__((always_inline)) void FN(dot_tile)(
     const float *restrict query, const ELEM *restrict key, const ELEM *next,
     int64_t head_size, int64_t block_size, int64_t stride, float *restrict rows,
@@ -133,17 +166,16 @@ static inline __attribute__((always_inline)) void FN(dot_tile)(
         for (int s = 0; s < tile; ++s) acc[r][s] = (h2o_vec){0};
     for (int64_t d = 0; d < head_size; ++d) {
         h2o_vec k[H2O_TILE];
-        for (int s = 0; s < tile; ++s) {
-            const int64_t at = d * block_size + s * H2O_LANES;
-            k[s] = LOAD(key + at);
-            if (next) __builtin_prefetch(next + at);
-        }
+        FN(load_tile)(key + d * block_size, k, tile);
+        if (next) h2o_prefetch(next + d * block_size, tile * H2O_LANES * sizeof(ELEM));
         for (int r = 0; r < count; ++r)
             for (int s = 0; s < tile; ++s) acc[r][s] += query[r * head_size + d] * k[s];
     }
-    for (int r = 0; r < count; ++r)
+    for (int r = 0; r < count; ++r) {
+        FN(in_order)(acc[r], tile);
         for (int s = 0; s < tile; ++s)
             h2o_store_f32(rows + r * stride + s * H2O_LANES, acc[r][s]);
+    }
 }
 
 /* The logits of a whole page. */
@@ -160,22 +192,20 @@ static inline __attribute__((always_inline)) void FN(dot_page)(
                      stride, rows + s, count, 1);
 }
 
-/* out[g][0..tile vectors) += sum over slots of probs[g][s] * value[s]. */
+/* out[g][0..tile vectors) *= keep[g], += sum over slots of probs[g][s] * value[s]. */
 static inline __attribute__((always_inline)) void FN(accumulate_tile)(
-    const float *restrict probs, const ELEM *restrict value, const ELEM *next,
-    int64_t head_size, int64_t num_slots, int64_t stride, float *restrict out,
-    const int group, const int tile) {
-    h2o_vec acc[H2O_GROUP][H2O_TILE];
+    const float *restrict probs, const float *restrict keep,
+    const ELEM *restrict value, const ELEM *next, int64_t head_size,
+    int64_t num_slots, int64_t stride, float *restrict out, const int group,
+    const int tile) {
+    h2o_vec acc[H2O_GROUP][H2O_WIDE_TILE];
     for (int g = 0; g < group; ++g)
         for (int d = 0; d < tile; ++d)
-            acc[g][d] = h2o_load_f32(out + g * head_size + d * H2O_LANES);
+            acc[g][d] = keep[g] * h2o_load_f32(out + g * head_size + d * H2O_LANES);
     for (int64_t s = 0; s < num_slots; ++s) {
-        h2o_vec v[H2O_TILE];
-        for (int d = 0; d < tile; ++d) {
-            const int64_t at = s * head_size + d * H2O_LANES;
-            v[d] = LOAD(value + at);
-            if (next) __builtin_prefetch(next + at);
-        }
+        h2o_vec v[H2O_WIDE_TILE];
+        FN(load_tile)(value + s * head_size, v, tile);
+        h2o_prefetch(next + s * head_size, tile * H2O_LANES * sizeof(ELEM));
         for (int g = 0; g < group; ++g)
             for (int d = 0; d < tile; ++d) acc[g][d] += probs[g * stride + s] * v[d];
     }
@@ -184,18 +214,30 @@ static inline __attribute__((always_inline)) void FN(accumulate_tile)(
             h2o_store_f32(out + g * head_size + d * H2O_LANES, acc[g][d]);
 }
 
+/* The tile of head_size that starts at d. */
+static inline int FN(tile_at)(int64_t d, int64_t head_size) {
+    const int64_t left = (head_size - d) / H2O_LANES;
+    return left >= H2O_WIDE_TILE ? H2O_WIDE_TILE : left >= 2 ? 2 : 1;
+}
+
 /* The values of a whole page. */
 static inline __attribute__((always_inline)) void FN(accumulate_page)(
-    const float *restrict probs, const ELEM *restrict value, const ELEM *next,
-    int64_t head_size, int64_t num_slots, int64_t stride, float *restrict out,
-    const int group) {
-    int64_t d = 0;
-    for (; d + H2O_TILE * H2O_LANES <= head_size; d += H2O_TILE * H2O_LANES)
-        FN(accumulate_tile)(probs, value + d, next ? next + d : NULL, head_size,
-                            num_slots, stride, out + d, group, H2O_TILE);
-    for (; d < head_size; d += H2O_LANES)
-        FN(accumulate_tile)(probs, value + d, next ? next + d : NULL, head_size,
-                            num_slots, stride, out + d, group, 1);
+    const float *restrict probs, const float *restrict keep,
+    const ELEM *restrict value, const ELEM *next, int64_t head_size,
+    int64_t num_slots, int64_t stride, float *restrict out, const int group) {
+    for (int64_t d = 0; d < head_size;) {
+        const int tile = FN(tile_at)(d, head_size);
+        if (tile == H2O_WIDE_TILE)
+            FN(accumulate_tile)(probs, keep, value + d, next + d, head_size, num_slots,
+                                stride, out + d, group, H2O_WIDE_TILE);
+        else if (tile == 2)
+            FN(accumulate_tile)(probs, keep, value + d, next + d, head_size, num_slots,
+                                stride, out + d, group, 2);
+        else
+            FN(accumulate_tile)(probs, keep, value + d, next + d, head_size, num_slots,
+                                stride, out + d, group, 1);
+        d += tile * H2O_LANES;
+    }
 }
 
 /* Slots of a block that hold a token: all, but for a partly filled sequence and,
@@ -211,59 +253,95 @@ static inline int64_t FN(valid_slots)(const h2o_decode_args *a, const h2o_slots 
     return bs;
 }
 
+/* One page of a running softmax: probs[g][0..bs) are e^(logit - highest[g]) with the
+ * highest so far, which is kept for each page in `marks`. */
+static inline __attribute__((always_inline)) void FN(attend_page)(
+    const h2o_decode_args *a, FN(page) page, FN(page) next, int64_t valid,
+    int64_t stride, const float *q, float *probs, float *marks, float *out,
+    float *sums, const int group) {
+    const int64_t bs = a->block_size, hs = a->head_size;
+    float keep[H2O_GROUP];
+    FN(dot_page)(q, page.key, next.key, hs, bs, stride, probs, group);
+    for (int g = 0; g < group; ++g) {
+        float *part = probs + g * stride;
+        for (int64_t s = valid; s < bs; ++s) part[s] = -FLT_MAX;
+        if (a->softcap > 0.0f) h2o_softcap(part, valid, a->softcap);
+        const float before = marks[g - H2O_GROUP];
+        const float highest = h2o_highest(part, bs, before);
+        keep[g] = highest > before ? h2o_exp(before - highest) : 1.0f;
+        sums[g] = sums[g] * keep[g] + h2o_exps(part, bs, highest);
+        marks[g] = highest;
+    }
+    FN(accumulate_page)(probs, keep, page.value, next.value, hs, valid, stride, out,
+                        group);
+}
+
+/* score = score * decay + what the query heads gave, page by page. */
+static inline __attribute__((always_inline)) void FN(add_scores)(
+    const h2o_decode_args *a, const h2o_slots *r, float decay, int64_t num_blocks,
+    const float *probs, const float *marks, const float *inverse, const int group) {
+    const int64_t bs = a->block_size, stride = r->budget;
+    const float *highest = marks + (num_blocks - 1) * H2O_GROUP;
+    for (int64_t b = 0; b < num_blocks; ++b, marks += H2O_GROUP) {
+        float *restrict score = FN(page_of)(a, r, b).score;
+        const int64_t valid = FN(valid_slots)(a, r, b);
+        const float *restrict part = probs + b * bs;
+        float weight[H2O_GROUP];
+        for (int g = 0; g < group; ++g)
+            weight[g] = inverse[g] * h2o_exp(marks[g] - highest[g]);
+        for (int64_t s = 0; s < valid; ++s) {
+            float received = 0.0f;
+            for (int g = 0; g < group; ++g) received += part[g * stride + s] * weight[g];
+            score[s] = score[s] * decay + received;
+        }
+    }
+}
+
+/* The output of `group` query heads of a KV head, from accumulators in tiles. */
+static inline void FN(write_output)(const float *restrict out, const float *inverse,
+                                    int64_t head_size, int group, ELEM *output) {
+    for (int g = 0; g < group; ++g)
+        for (int64_t d = 0; d < head_size;) {
+            const int tile = FN(tile_at)(d, head_size);
+            h2o_vec x[H2O_WIDE_TILE];
+            for (int i = 0; i < tile; ++i)
+                x[i] = inverse[g] * h2o_load_f32(out + g * head_size + d + i * H2O_LANES);
+            FN(in_order)(x, tile);
+            for (int i = 0; i < tile * H2O_LANES; ++i)
+                output[g * head_size + d + i] =
+                    FROM_F32(x[i / H2O_LANES][i % H2O_LANES]);
+            d += tile * H2O_LANES;
+        }
+}
+
 static inline __attribute__((always_inline)) void FN(attend)(
     const h2o_decode_args *a, const h2o_slots *r, float decay, const ELEM *query,
     ELEM *output, float *scratch, const int group) {
     const int64_t bs = a->block_size, hs = a->head_size, stride = r->budget;
     const int64_t length = r->position < r->budget ? r->position + 1 : r->budget;
     const int64_t num_blocks = (length + bs - 1) / bs;
-    float *logits = scratch; /* [group][budget] */
-    float *q = logits + group * stride;
+    float *probs = scratch; /* [group][budget] */
+    float *marks = probs + group * stride + H2O_GROUP; /* [num_blocks][H2O_GROUP] */
+    float *q = marks + num_blocks * H2O_GROUP;
     float *out = q + group * hs;
+    float sums[H2O_GROUP] = {0};
+    for (int g = 0; g < H2O_GROUP; ++g) marks[g - H2O_GROUP] = -FLT_MAX;
     for (int64_t i = 0; i < group * hs; ++i) {
         q[i] = TO_F32(query[i]) * a->scale;
         out[i] = 0.0f;
     }
+    FN(page) page = FN(page_of)(a, r, 0);
     for (int64_t b = 0; b < num_blocks; ++b) {
-        const FN(page) page = FN(page_of)(a, r, b);
-        const FN(page) next = FN(page_of)(a, r, b + 1 < num_blocks ? b + 1 : 0);
-        FN(dot_page)(q, page.key, next.key, hs, bs, stride, logits + b * bs, group);
+        const FN(page) next = FN(page_of)(a, r, b + 1 < num_blocks ? b + 1 : b);
+        FN(attend_page)(a, page, next, FN(valid_slots)(a, r, b), stride, q,
+                        probs + b * bs, marks + b * H2O_GROUP, out, sums, group);
+        page = next;
     }
     float inverse[H2O_GROUP];
-    for (int g = 0; g < group; ++g) {
-        float *row = logits + g * stride;
-        float highest = -FLT_MAX, sum = 0.0f;
-        for (int64_t b = 0; b < num_blocks; ++b) {
-            const int64_t valid = FN(valid_slots)(a, r, b);
-            float *part = row + b * bs;
-            if (a->softcap > 0.0f) h2o_softcap(part, valid, a->softcap);
-            highest = h2o_highest(part, valid, highest);
-        }
-        for (int64_t b = 0; b < num_blocks; ++b) {
-            const int64_t valid = FN(valid_slots)(a, r, b);
-            float *part = row + b * bs;
-            for (int64_t s = 0; s < valid; ++s) {
-                part[s] = h2o_exp(part[s] - highest);
-                sum += part[s];
-            }
-        }
-        inverse[g] = 1.0f / sum;
-    }
-    for (int64_t b = 0; b < num_blocks; ++b) {
-        const FN(page) page = FN(page_of)(a, r, b);
-        const int64_t valid = FN(valid_slots)(a, r, b);
-        const float *part = logits + b * bs;
-        for (int64_t s = 0; H2O_TRACKS && s < valid; ++s) {
-            float received = 0.0f;
-            for (int g = 0; g < group; ++g) received += part[g * stride + s] * inverse[g];
-            page.score[s] = page.score[s] * decay + received;
-        }
-        const FN(page) next = FN(page_of)(a, r, b + 1 < num_blocks ? b + 1 : b);
-        FN(accumulate_page)(part, page.value, next.value, hs, valid, stride, out, group);
-    }
-    for (int g = 0; g < group; ++g)
-        for (int64_t d = 0; d < hs; ++d)
-            output[g * hs + d] = FROM_F32(out[g * hs + d] * inverse[g]);
+    for (int g = 0; g < group; ++g) inverse[g] = 1.0f / sums[g];
+    if (H2O_TRACKS)
+        FN(add_scores)(a, r, decay, num_blocks, probs, marks, inverse, group);
+    FN(write_output)(out, inverse, hs, group, output);
 }
 
 static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
@@ -308,7 +386,9 @@ int NAME(const h2o_decode_args *a) {
 #pragma omp parallel num_threads(a->num_threads)
     {
         float *scratch =
-            malloc(sizeof(float) * H2O_GROUP * (a->largest_budget + 2 * a->head_size));
+            malloc(sizeof(float) * H2O_GROUP *
+                   (a->largest_budget + a->largest_budget / a->block_size + 1 +
+                    2 * a->head_size));
         if (!scratch) {
 #pragma omp atomic write
             failed = 1;

@@ -9,3 +9,5 @@
 #undef TO_F32
 #undef FROM_F32
 #undef LOAD
+#undef LOAD_PAIR
+#undef IN_ORDER

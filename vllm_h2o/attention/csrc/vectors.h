@@ -30,6 +30,35 @@ static inline __attribute__((always_inline)) h2o_vec h2o_load_bf16(const uint16_
     return (h2o_vec)(__builtin_convertvector(half, h2o_bits) << 16);
 }
 
+/* Two vectors in one read of bfloat16: the even ones and the odd ones, which takes
+ * half the work of two in order. h2o_in_order_bf16 puts them back. */
+static inline __attribute__((always_inline)) void h2o_load_pair_bf16(
+    const uint16_t *from, h2o_vec pair[2]) {
+    h2o_bits both;
+    memcpy(&both, from, sizeof both);
+    pair[0] = (h2o_vec)(both << 16);
+    pair[1] = (h2o_vec)(both & 0xFFFF0000u);
+}
+
+#if H2O_LANES == 16
+#define H2O_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define H2O_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#else
+#define H2O_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define H2O_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#endif
+#ifdef __clang__
+#define H2O_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define H2O_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (h2o_bits){__VA_ARGS__})
+#endif
+
+static inline __attribute__((always_inline)) void h2o_in_order_bf16(h2o_vec pair[2]) {
+    const h2o_vec even = pair[0], odd = pair[1];
+    pair[0] = H2O_SHUFFLE(even, odd, H2O_LOW);
+    pair[1] = H2O_SHUFFLE(even, odd, H2O_HIGH);
+}
+
 static inline __attribute__((always_inline)) h2o_vec h2o_load_f16(const _Float16 *from) {
 #if defined(__AVX512F__)
     __m256i half;
@@ -52,7 +81,11 @@ static inline float h2o_highest(const float *from, int64_t count, float highest)
         const h2o_bits higher = (h2o_bits)(v > most);
         most = (h2o_vec)(((h2o_bits)v & higher) | ((h2o_bits)most & ~higher));
     }
+#if defined(__AVX512F__)
+    highest = _mm512_reduce_max_ps((__m512)most);
+#else
     for (int j = 0; j < H2O_LANES; ++j) highest = most[j] > highest ? most[j] : highest;
+#endif
     for (; i < count; ++i) highest = from[i] > highest ? from[i] : highest;
     return highest;
 }
