@@ -29,12 +29,13 @@ def _cpu_name() -> str:
 
 
 def engine_env(tensor_parallel_size: int) -> dict[str, str]:
-    """Variables that an engine with so many ranks needs on this machine.
+    """Variables that an engine with so many ranks runs best with on this machine.
 
-    vLLM's CPU platform gives every rank a NUMA node; with fewer nodes than
-    ranks, the cores have to be dealt out by hand.
+    vLLM's CPU platform gives every rank a NUMA node less one core; all cores are
+    dealt out by hand instead, since stock vLLM makes half as many tokens again on
+    both of two cores than on one, and there may be fewer nodes than ranks.
     """
-    if tensor_parallel_size == 1 or THREADS_BIND in os.environ:
+    if THREADS_BIND in os.environ:
         return {}
     return {
         THREADS_BIND: threads_bind(
