@@ -14,10 +14,10 @@ from vllm_h2o.core.spec import H2OAttentionSpec
 
 WINDOW, BUDGET = 20, 64
 ROWS = {
-    "old": RowPlan(150, 1, 100),
-    "chunk": RowPlan(0, 30, 90),
-    "ends": RowPlan(80, 16, 96),
-    "fills": RowPlan(BUDGET, 1, 10),
+    "old": RowPlan(150, 1, 100, 80),
+    "chunk": RowPlan(0, 30, 90, 70),
+    "ends": RowPlan(80, 16, 96, 76),
+    "fills": RowPlan(BUDGET, 1, 10, 0),
 }
 
 
@@ -101,7 +101,7 @@ def test_mixed_batch():
     # The chunk ends before its prompt's observation window.
     (observed,) = metadata.observed
     assert observed.plan == ROWS["ends"] and observed.tokens == slice(31, 47)
-    assert observed.first_query == 96 - WINDOW
+    assert observed.plan.first_query == 96 - WINDOW
     assert torch.equal(observed.dense_blocks, table[2, : 96 // BLOCK_SIZE])
     used = BUDGET // BLOCK_SIZE
     assert torch.equal(observed.resident_blocks, table[2, first : first + used])

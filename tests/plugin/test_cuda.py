@@ -171,7 +171,7 @@ def test_wrapping_twice_is_wrapping_once():
     runner.follow(stock, step, is_v2=False)
     assert stock._determine_batch_execution_and_padding is wrapped
     assert wrapped() == {}
-    step.begin(plan_of({"a": RowPlan(9, 1, 9), "b": RowPlan(3, 1, 9)}), [])
+    step.begin(plan_of({"a": RowPlan(9, 1, 9, 0), "b": RowPlan(3, 1, 9, 0)}), [])
     assert wrapped() == {"force_uniform_decode": False}
-    step.begin(plan_of({"a": RowPlan(9, 1, 9)}), [])
+    step.begin(plan_of({"a": RowPlan(9, 1, 9, 0)}), [])
     assert wrapped() == {}

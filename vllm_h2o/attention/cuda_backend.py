@@ -79,9 +79,9 @@ class _CUDABuilder(H2OMetadataBuilder):
         )
 
     def _resident(
-        self, common: CommonAttentionMetadata, prefill_ends: torch.Tensor
+        self, common: CommonAttentionMetadata, first_queries: torch.Tensor
     ) -> ResidentRows:
-        return replace(super()._resident(common, prefill_ends), scratch=self._scratch)
+        return replace(super()._resident(common, first_queries), scratch=self._scratch)
 
 
 class _CUDABackend(H2OBackend):

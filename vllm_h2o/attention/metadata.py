@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
-from vllm_h2o.policy.layout import SlotLayout, first_observer, observed_queries
+from vllm_h2o.policy.layout import SlotLayout
 
 PartialScores = dict[str, torch.Tensor]
 """Scores of a prompt whose observation window spans steps, by layer name."""
@@ -23,12 +23,11 @@ PartialScores = dict[str, torch.Tensor]
 
 @dataclass
 class ObservedPrompt:
-    """A prefilling row with observation queries in this step.
+    """A prefilling row with observation queries or its transition in this step.
 
     Attributes:
         tokens: The row's tokens in the batch.
         plan: The row's counts.
-        first_query: Position of the first prompt query that scores.
         dense_blocks: `[cdiv(seq_len, block_size)]` int32 block ids.
         resident_blocks: `[num_resident]` int32 block ids in the transition
             step, else None.
@@ -37,7 +36,6 @@ class ObservedPrompt:
 
     tokens: slice
     plan: RowPlan
-    first_query: int
     dense_blocks: torch.Tensor
     resident_blocks: torch.Tensor | None
     partial: PartialScores
@@ -51,7 +49,7 @@ class H2OMetadata:
         layout: The slots of a resident request.
         stock: Metadata of the prefilling rows for the stock backend, or None.
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
-        observed: Those of them with observation queries.
+        observed: Those of them with observation queries or their transition.
         resident: The resident rows, or None.
         resident_tokens: `[num_rows]` int64 indices; None: the whole batch, one
             token per row.
@@ -71,23 +69,30 @@ class BatchRows:
 
     Attributes:
         request_ids: By row.
-        num_computed_tokens: `[num_rows]` int64, and so are the next two; see
+        num_computed_tokens: `[num_rows]` int64, and so are the next three; see
             `RowPlan`.
         num_scheduled_tokens: By row.
         prefill_ends: By row.
+        first_queries: By row.
     """
 
     request_ids: list[str]
     num_computed_tokens: torch.Tensor
     num_scheduled_tokens: torch.Tensor
     prefill_ends: torch.Tensor
+    first_queries: torch.Tensor
 
     @classmethod
     def of(cls, plan: ResidencyPlan, request_ids: list[str]) -> BatchRows:
         """Order a plan by row."""
         # By numpy: torch.tensor takes ten times as long for a list.
         counts = np.array(
-            [plan.num_computed_tokens, plan.num_scheduled_tokens, plan.prefill_ends]
+            [
+                plan.num_computed_tokens,
+                plan.num_scheduled_tokens,
+                plan.prefill_ends,
+                plan.first_queries,
+            ]
         )
         if request_ids != plan.request_ids:
             place = {name: i for i, name in enumerate(plan.request_ids)}
@@ -105,6 +110,7 @@ class BatchRows:
             int(self.num_computed_tokens[i]),
             int(self.num_scheduled_tokens[i]),
             int(self.prefill_ends[i]),
+            int(self.first_queries[i]),
         )
 
 
@@ -231,12 +237,12 @@ class H2OMetadataBuilder(_Stock):
         index = rows.is_resident.nonzero().flatten()
         assert (rows.num_scheduled_tokens[index] == 1).all()
         if metadata.stock is None:
-            metadata.resident = self._resident(common, rows.prefill_ends)
+            metadata.resident = self._resident(common, rows.first_queries)
             common.slot_mapping[: common.num_actual_tokens].fill_(-1)
             return
         part, tokens = _select_rows(common, index)
         assert tokens is not None
-        metadata.resident = self._resident(part, rows.prefill_ends[index])
+        metadata.resident = self._resident(part, rows.first_queries[index])
         metadata.resident_tokens = tokens
         common.slot_mapping.index_fill_(0, tokens, -1)
 
@@ -265,16 +271,15 @@ class H2OMetadataBuilder(_Stock):
         return self._build_dummy(0, common_attn_metadata, False)
 
     def _resident(
-        self, common: CommonAttentionMetadata, prefill_ends: torch.Tensor
+        self, common: CommonAttentionMetadata, first_queries: torch.Tensor
     ) -> ResidentRows:
-        """The rows of a batch of decodes; rows after the `prefill_ends` are padding.
+        """The rows of a batch of decodes; rows after the `first_queries` are padding.
 
         vLLM pads `seq_lens` with 0, which makes the position of padding -1.
         """
         first, num_rows = self.spec.dense_columns, common.num_reqs
         positions = self._positions[:num_rows]
         torch.sub(common.seq_lens[:num_rows], 1, out=positions)
-        first_queries = (prefill_ends - observed_queries(self.spec.h2o)).clamp_(min=0)
         async_tensor_h2d(first_queries, out=self._first_queries[: len(first_queries)])
         columns = slice(first, first + self.layout.budget_blocks)
         return ResidentRows(
@@ -296,7 +301,7 @@ class H2OMetadataBuilder(_Stock):
         filled = rows.is_resident & (rows.num_computed_tokens == self.layout.budget)
         for i in filled.nonzero().flatten().tolist():
             blocks = common.block_table_tensor[i, first:][: self.layout.budget_blocks]
-            first_query = first_observer(self.spec.h2o, rows.row(i).prefill_end)
+            first_query = rows.row(i).first_query
             for layer in self.parting:
                 layer.impl.part_ways(layer.kv_cache, self.layout, blocks, first_query)
 
@@ -309,9 +314,8 @@ class H2OMetadataBuilder(_Stock):
         size, first_column = self.spec.block_size, self.spec.dense_columns
         for i in prompts.tolist():
             row = rows.row(i)
-            first_query = first_observer(self.spec.h2o, row.prefill_end)
             end = row.num_computed_tokens + row.num_scheduled_tokens
-            if end <= first_query:
+            if end <= row.first_query and not row.is_transition:
                 continue
             table = common.block_table_tensor[i]
             resident = None
@@ -322,7 +326,6 @@ class H2OMetadataBuilder(_Stock):
                 ObservedPrompt(
                     tokens=slice(starts[i], starts[i + 1]),
                     plan=row,
-                    first_query=first_query,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
                     partial=self.step.partial_scores(

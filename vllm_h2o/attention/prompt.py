@@ -26,7 +26,7 @@ def observe_prompt(
     config: H2OConfig,
     params: DecodeParams,
 ) -> None:
-    """Score the prompt with this step's queries; in its last step compress it.
+    """Score the prompt with this step's queries, if any; in its last step compress it.
 
     Args:
         query: `[num_tokens, num_heads, head_size]` of the row, after RoPE. Its
@@ -38,20 +38,15 @@ def observe_prompt(
         params: The layer's constants.
     """
     plan = prompt.plan
-    start = max(plan.num_computed_tokens, prompt.first_query)
+    start = max(plan.num_computed_tokens, plan.first_query)
     scores = prompt.partial.pop(layer_name, None)
-    if scores is None or start == prompt.first_query:
+    if scores is None or start == plan.first_query:
         # The first step with observation queries, also after a restart.
         num_kv_heads = pages.keys.shape[1]
         scores = torch.zeros(num_kv_heads, plan.prefill_end, device=query.device)
-    observe(
-        query[start - plan.num_computed_tokens :],
-        pages,
-        prompt.dense_blocks,
-        start,
-        scores,
-        params,
-    )
+    scoring = query[start - plan.num_computed_tokens :]
+    if len(scoring):
+        observe(scoring, pages, prompt.dense_blocks, start, scores, params)
     if prompt.resident_blocks is None:
         prompt.partial[layer_name] = scores
     else:
@@ -76,7 +71,7 @@ def compress_prompt(
     """
     assert prompt.resident_blocks is not None
     last = scores.shape[1] - 1
-    chosen = choose(scores, last, prompt.first_query, config, params)
+    chosen = choose(scores, last, prompt.plan.first_query, config, params)
     compress(
         pages, prompt.dense_blocks, prompt.resident_blocks, last, chosen, scores, params
     )

@@ -17,6 +17,8 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
 )
 
+from vllm_h2o.policy.layout import first_observer
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -47,6 +49,7 @@ class H2OManager(FullAttentionManager):
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
         self._prefill_end: dict[str, int] = {}
+        self._first_query: dict[str, int] = {}
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -55,16 +58,24 @@ class H2OManager(FullAttentionManager):
 
     # ---------------------------------------------------------------- counting
 
-    def begin_prefill(self, request_id: str, prefill_end: int) -> None:
+    def begin_prefill(
+        self, request_id: str, prefill_end: int, most_tokens: int
+    ) -> None:
         """Note where the prompt ends, before the first allocation.
 
         Args:
             request_id: A request that holds no blocks here.
             prefill_end: Tokens known now: the prompt, and after a preemption
                 what was generated before it.
+            most_tokens: Tokens that the request can have at its end. Within the
+                budget nothing will compete, so no query has to score.
         """
         assert not self.req_to_blocks.get(request_id)
         self._prefill_end[request_id] = prefill_end
+        binds = most_tokens > self.budget
+        self._first_query[request_id] = (
+            first_observer(self.kv_cache_spec.h2o, prefill_end) if binds else prefill_end
+        )
 
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""
@@ -73,6 +84,10 @@ class H2OManager(FullAttentionManager):
     def prefill_ends(self, request_ids: Iterable[str]) -> list[int]:
         """`prefill_end` of each."""
         return [*map(self._prefill_end.__getitem__, request_ids)]
+
+    def first_queries(self, request_ids: Iterable[str]) -> list[int]:
+        """Position of the first prompt query that scores, of each."""
+        return [*map(self._first_query.__getitem__, request_ids)]
 
     def _required(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """Dense and resident blocks that `num_tokens` tokens need."""
@@ -173,6 +188,7 @@ class H2OManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Drop the request's state with its blocks."""
         self._prefill_end.pop(request_id, None)
+        self._first_query.pop(request_id, None)
         self._served.pop(request_id, None)
         self._releasing.discard(request_id)
         return super().pop_blocks_for_free(request_id)

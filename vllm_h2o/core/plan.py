@@ -10,11 +10,19 @@ class RowPlan(NamedTuple):
     """One scheduled request in one step; all counts in tokens.
 
     The step's plan alone determines the state: nothing is remembered.
+
+    Attributes:
+        num_computed_tokens: Tokens computed before this step.
+        num_scheduled_tokens: Tokens of this step.
+        prefill_end: Tokens that are computed densely.
+        first_query: Position of the first prompt query that scores; `prefill_end`
+            if none has to, because the request ends within the budget.
     """
 
     num_computed_tokens: int
     num_scheduled_tokens: int
     prefill_end: int
+    first_query: int
 
     @property
     def is_resident(self) -> bool:
@@ -36,10 +44,12 @@ class ResidencyPlan:
     times as long to pickle.
 
     Attributes:
-        request_ids: The scheduled requests; the next three are in their order.
-        num_computed_tokens: Tokens computed before this step.
-        num_scheduled_tokens: Tokens of this step.
-        prefill_ends: Tokens that each request computes densely.
+        request_ids: The scheduled requests; the next four are in their order, see
+            `RowPlan`.
+        num_computed_tokens: By request.
+        num_scheduled_tokens: By request.
+        prefill_ends: By request.
+        first_queries: By request.
         stats: The counters by name.
     """
 
@@ -47,6 +57,7 @@ class ResidencyPlan:
     num_computed_tokens: list[int] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
     prefill_ends: list[int] = field(default_factory=list)
+    first_queries: list[int] = field(default_factory=list)
     stats: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -56,6 +67,7 @@ class ResidencyPlan:
             self.num_computed_tokens,
             self.num_scheduled_tokens,
             self.prefill_ends,
+            self.first_queries,
             strict=True,
         )
         rows = map(RowPlan._make, counts)

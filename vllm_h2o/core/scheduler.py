@@ -44,7 +44,9 @@ class H2OScheduler(AsyncScheduler):
         # Called for every request that is about to be admitted, before its
         # first allocation, also after a preemption.
         for manager in self.h2o_managers:
-            manager.begin_prefill(request.request_id, request.num_tokens)
+            # After a preemption more than it will have: it may score for nothing.
+            most = min(request.num_tokens + request.max_tokens, self.max_model_len)
+            manager.begin_prefill(request.request_id, request.num_tokens, most)
         return super()._get_local_prefix_cache_hit(request)
 
     def _update_request_as_session(self, session, update) -> None:
@@ -73,7 +75,8 @@ class H2OScheduler(AsyncScheduler):
             for request_id, count in output.num_scheduled_tokens.items()
         ]
         ends = self.h2o_managers[0].prefill_ends(request_ids)
-        return ResidencyPlan(request_ids, computed, scheduled, ends)
+        first_queries = self.h2o_managers[0].first_queries(request_ids)
+        return ResidencyPlan(request_ids, computed, scheduled, ends, first_queries)
 
     def finish_requests(self, request_ids, finished_status):
         """Finish requests; None means all, which is how a server shuts down.

@@ -10,7 +10,6 @@ except that a policy without a heavy set has just its sinks there.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from vllm_h2o.policy.config import ALL_QUERIES, H2OConfig
@@ -118,14 +117,9 @@ def state_bytes(num_kv_heads: int, block_size: int) -> int:
     return num_kv_heads * block_size * (4 + 4)
 
 
-def observed_queries(config: H2OConfig) -> int:
-    """Most prompt queries whose attention is scored, the last ones."""
-    if config.observation_window == ALL_QUERIES:
-        return sys.maxsize
-    assert isinstance(config.observation_window, int)
-    return config.observation_window
-
-
 def first_observer(config: H2OConfig, prefill_end: int) -> int:
     """Position of the first prompt query whose attention is scored."""
-    return max(0, prefill_end - observed_queries(config))
+    if config.observation_window == ALL_QUERIES:
+        return 0
+    assert isinstance(config.observation_window, int)
+    return max(0, prefill_end - config.observation_window)
