@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from vllm_h2o.attention.metadata import ObservedPrompt
 from vllm_h2o.attention.ops import DecodeParams, choose, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-
-if TYPE_CHECKING:
-    # The GPU benchmark has no vLLM.
-    from vllm_h2o.attention.metadata import ObservedPrompt
 
 
 def observe_prompt(
