@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.prompt import uneven_heads
+from benchmarks.gpu.sizes import FULL
+from benchmarks.gpu.state import random_pages
 from tests.attention.triton_checks import (
+    check_choice,
     check_scores,
     check_step,
     check_transition,
     make_prompt,
     make_queries,
 )
-from tests.attention.triton_state import make_step, params_of
+from tests.attention.triton_state import DEVICE, make_step, params_of
+from vllm_h2o.attention.ops import DecodeParams
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 
@@ -37,7 +43,7 @@ def check_all(tiny: bool) -> list[dict[str, Any]]:
 
 
 def _checks() -> itertools.chain[tuple[str, Callable[[], Any]]]:
-    return itertools.chain(_prompts(), _steps(), _shapes())
+    return itertools.chain(_prompts(), _choices(), _steps(), _shapes())
 
 
 def _steps():
@@ -79,6 +85,33 @@ def _shapes():
                 tile_slots=64,
             ),
         )
+
+
+def _choices():
+    """Prompts up to 128k, few and many distinct scores, budgets by head too."""
+    for tokens, distinct in itertools.product((2049, 32768, 131072), (1, 64, 2**20)):
+        for unit in ("token", "block", "by head"):
+            yield (
+                f"selection: {tokens} tokens, {distinct} scores, {unit}",
+                lambda n=tokens, d=distinct, u=unit: _check_choice(n, d, u),
+            )
+
+
+def _check_choice(num_tokens: int, distinct: int, unit: str) -> None:
+    config = H2OConfig(eviction_unit="block" if unit == "block" else "token")
+    if unit == "block":
+        # The order of a sum's terms does not matter to quarters.
+        config = dataclasses.replace(config, score="sum")
+    layout = SlotLayout.of_blocks(config, FULL.block_size, 128)
+    params = DecodeParams(layout, 1.0, 0.0, 1.0, config.score == "mean")
+    if unit == "by head":
+        layers = [random_pages(1, FULL, DEVICE)] * FULL.num_kv_heads
+        heads = uneven_heads(layers, FULL, config)
+        params = dataclasses.replace(params, heads=heads)
+    generator = torch.Generator().manual_seed(num_tokens)
+    shape = (FULL.num_kv_heads, num_tokens)
+    scores = torch.randint(0, distinct, shape, generator=generator).to(DEVICE) / 4
+    check_choice(scores, num_tokens, num_tokens - FULL.window, config, params)
 
 
 def _prompts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,25 +11,33 @@ import torch.nn.functional as F
 from benchmarks.gpu.measure import microseconds
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
-from vllm_h2o.attention.ops import DecodeParams
-from vllm_h2o.attention.ops.triton import compress, observe
-from vllm_h2o.attention.prompt import choose
+from vllm_h2o.attention.ops import DecodeParams, HeadSlots
+from vllm_h2o.attention.ops.triton import choose, compress, observe
+from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.lending import lend
+
+SCORING_AND_TRANSITION = "scores, selection and copy"
+"""The part that issue 5's third target is about."""
 
 
 def measure_all(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
     """Issue 5's comparison 3: microseconds of one layer."""
     attention = prompt_attention(sizes, device)
     window, every = scoring(sizes, device)
-    moved = transition(sizes, device)
+    chosen, moved = transition(sizes, device, by_head=False)
+    chosen_by_head, moved_by_head = transition(sizes, device, by_head=True)
     return [
         {"part": part, "us_per_layer": duration, "of_attention": duration / attention}
         for part, duration in (
             ("prompt attention, torch SDPA", attention),
             (f"scores of the last {sizes.window} queries", window),
-            ("transition: selection and copy", moved),
-            ("both", window + moved),
+            ("selection", chosen),
+            ("selection and copy", moved),
+            (SCORING_AND_TRANSITION, window + moved),
+            ("selection, budgets by head", chosen_by_head),
+            ("selection and copy, budgets by head", moved_by_head),
             ("scores of all queries, given their log-sum-exp", every),
         )
     ]
@@ -71,22 +80,44 @@ def scoring(sizes: Sizes, device: torch.device) -> tuple[float, float]:
     return window, every
 
 
-def transition(sizes: Sizes, device: torch.device) -> float:
-    """Microseconds of selecting and copying."""
-    params = params_of(sizes)
-    layout = params.layout
-    dense = sizes.context // sizes.block_size
-    pages = random_pages(dense + layout.budget_blocks + 1, sizes, device)
-    blocks = torch.randperm(dense + layout.budget_blocks, device=device) + 1
+def transition(
+    sizes: Sizes, device: torch.device, by_head: bool
+) -> tuple[float, float]:
+    """Microseconds of selecting, and of selecting and copying."""
+    params, config = params_of(sizes), H2OConfig(observation_window=sizes.window)
+    dense, resident = sizes.context // sizes.block_size, params.layout.budget_blocks
+    num_blocks = dense + resident
+    num_layers = sizes.num_kv_heads if by_head else 1
+    layers = [random_pages(num_blocks + 1, sizes, device) for _ in range(num_layers)]
+    if by_head:
+        params = dataclasses.replace(params, heads=uneven_heads(layers, sizes, config))
+    blocks = torch.randperm(num_blocks, device=device) + 1
     scores = torch.rand(sizes.num_kv_heads, sizes.context, device=device)
-    config = H2OConfig(observation_window=sizes.window)
+    last = sizes.context
+    arguments = (scores, last, last - sizes.window, config, params)
 
     def move() -> None:
-        last = sizes.context
-        chosen = choose(scores, last, last - sizes.window, config, params)
-        compress(pages, blocks[:dense], blocks[dense:], last, chosen, scores, params)
+        chosen = choose(*arguments)
+        compress(
+            layers[0], blocks[:dense], blocks[dense:], last, chosen, scores, params
+        )
 
-    return microseconds(move, device)
+    return microseconds(lambda: choose(*arguments), device), microseconds(move, device)
+
+
+def uneven_heads(layers: list[Pages], sizes: Sizes, config: H2OConfig) -> HeadSlots:
+    """Every layer of as many as there are heads has one rich head, each another.
+
+    It gets what the others save of half of their budgets, in pages of all layers.
+    """
+    common, num_heads = sizes.budget // sizes.block_size, sizes.num_kv_heads
+    poor = max(common // 2, 2)
+    rich = common + (num_heads - 1) * (common - poor)
+    blocks = [
+        [poor] * i + [rich] + [poor] * (num_heads - 1 - i) for i in range(num_heads)
+    ]
+    layouts = [SlotLayout.of_blocks(config, sizes.block_size, n) for n in blocks[0]]
+    return HeadSlots(layouts, lend(blocks, common)[0], layers, 0)
 
 
 def params_of(sizes: Sizes) -> DecodeParams:

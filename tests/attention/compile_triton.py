@@ -18,7 +18,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows
-from vllm_h2o.attention.ops.triton import compress, decode_resident, observe
+from vllm_h2o.attention.ops.triton import choose, compress, decode_resident, observe
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import lend
 
@@ -71,8 +72,8 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     decode_resident(query, key, key, pages, rows, params, query)
     blocks, scores = torch.arange(4), torch.zeros(2, block_size)
     observe(query, pages, blocks, 7, scores, params)
-    every = torch.arange(block_size)
-    compress(pages, blocks, table[0], 0, [(every, every)] * 2, scores, params)
+    chosen = choose(scores, 0, 0, H2OConfig(), params)
+    compress(pages, blocks, table[0], 0, chosen, scores, params)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import torch
 
 from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu, reference
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.prompt import choose
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.lending import lend
@@ -160,7 +159,7 @@ def test_budgets_by_head_equal_reference(layer):
                 scores = layers[layer].scores[table[0].long()]
                 scores = scores.transpose(0, 1).flatten(1)
                 config = H2OConfig(sinks=4, pooling=1)
-                chosen = choose(scores, position, 0, config, params)
+                chosen = reference.choose(scores, position, 0, config, params)
                 copy(
                     layers[layer], table[0], table[0], position, chosen, scores, params
                 )
@@ -182,10 +181,12 @@ def test_heads_are_chosen_for_together_as_each_alone(position):
     heads = heads_of(pages, 0, blocks)
     params = replace(params_of(), heads=heads)
     scores = torch.rand(4, position + 1)
-    chosen = choose(scores, position, 0, config, params)
+    chosen = reference.choose(scores, position, 0, config, params)
     layouts = params.layouts_at(position, 4)
     for head, layout in enumerate(layouts):
         alone = replace(config, pooling=1 if layout.budget < 48 else 7)
         positions, slots = select_residents(scores[head : head + 1], alone, layout, 0)
-        assert torch.equal(chosen[head][0], positions[0])
-        assert torch.equal(chosen[head][1], slots)
+        held = chosen.positions[head] >= 0
+        assert torch.equal(chosen.positions[head, held], positions[0])
+        assert torch.equal(chosen.slots[head, held], slots)
+        assert (chosen.slots[head, ~held] == -1).all()

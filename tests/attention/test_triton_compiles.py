@@ -17,7 +17,7 @@ def test_kernels_compile(capability):
     shared_bytes = json.loads(result.stdout.splitlines()[-1])
     assert set(shared_bytes) == {
         "attend_kernel", "combine_kernel", "lse_kernel", "observe_kernel",
-        "gather_kernel", "scatter_kernel",
+        "image_kernel", "select_kernel", "gather_kernel", "scatter_kernel",
     }  # fmt: skip
     # What a program may have on the smallest of today's GPUs (8.6, 8.9).
     assert max(shared_bytes.values()) <= 99 * 1024

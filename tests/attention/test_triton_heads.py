@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.triton_checks import TOLERANCE
+from tests.attention.triton_checks import TOLERANCE, check_choice
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, reference
 from vllm_h2o.attention.ops.triton import (
@@ -15,7 +15,6 @@ from vllm_h2o.attention.ops.triton import (
     decode_resident,
     launch,
 )
-from vllm_h2o.attention.prompt import choose
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import lend
@@ -146,8 +145,8 @@ def test_parting_in_place(layer):
         params = params_of(own, layer, 16)
         blocks = table[0].to(device)
         scores = own[layer].scores[blocks.long()].transpose(0, 1).flatten(1)
-        chosen = choose(scores, 48, 9, CONFIG, params)
-        assert {len(slots) for _, slots in chosen} <= {32, 48}
+        chosen = check_choice(scores, 48, 9, CONFIG, params)
+        assert {*(chosen.slots >= 0).sum(dim=1).tolist()} <= {32, 48}
         copy(own[layer], blocks, blocks, 48, chosen, scores, params)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
@@ -166,8 +165,8 @@ def test_transition_into_borrowed_pages(dtype):
         own = [clone(pages, device) for pages in layers]
         params = params_of(own, 0, 16)
         mine = scores.to(device)
-        chosen = choose(mine, 77, 60, CONFIG, params)
-        assert [len(slots) for _, slots in chosen] == [32, 77]
+        chosen = check_choice(mine, 77, 60, CONFIG, params)
+        assert (chosen.slots >= 0).sum(dim=1).tolist() == [32, 77]
         copy(own[0], dense.to(device), resident.to(device), 77, chosen, mine, params)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):

@@ -3,12 +3,14 @@
 Apart from the tests, so that the GPU benchmark can check a device with them.
 """
 
+import contextlib
+
 import torch
+import torch.nn.functional as F
 
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.ops import DecodeParams, reference
-from vllm_h2o.attention.ops.triton import compress, decode_resident, observe
-from vllm_h2o.attention.prompt import choose
+from vllm_h2o.attention.ops.triton import choose, compress, decode_resident, observe
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 
 TOLERANCE = {
@@ -77,6 +79,32 @@ def check_scores(prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None)
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
+@contextlib.contextmanager
+def poisoned():
+    """What is allocated inside holds NaN, or the largest integer of its type."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_choice(scores, position, first_query, config, params):
+    """Both choose the same tokens for the same slots, ties included; return them."""
+    expected = reference.choose(scores.cpu(), position, first_query, config, params)
+    with poisoned():
+        actual = choose(scores, position, first_query, config, params)
+    for mine, theirs in (
+        (actual.positions, expected.positions),
+        (actual.slots, expected.slots),
+    ):
+        room = mine.shape[1] - theirs.shape[1]
+        assert room >= 0 and mine.dtype == torch.int64 and mine.is_contiguous()
+        assert torch.equal(mine.cpu(), F.pad(theirs, (0, room), value=-1))
+    return actual
+
+
 def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=64):
     """The resident pages hold the selected tokens, everything else is as before."""
     size = layout.block_size
@@ -88,7 +116,7 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     scores = scores.to(DEVICE)
     params = DecodeParams(layout, SCALE, 0.0, 1.0, config.score == "mean")
     first_query = first_observer(config, num_tokens)
-    chosen = choose(scores, num_tokens, first_query, config, params)
+    chosen = check_choice(scores, num_tokens, first_query, config, params)
     expected = clone(pages)
     for copy, into in ((reference.compress, expected), (compress, pages)):
         copy(into, dense, resident, num_tokens, chosen, scores, params)

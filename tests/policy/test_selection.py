@@ -53,6 +53,22 @@ def test_heaviest_of_many_ties_equal_a_stable_sort(num_tokens):
     assert torch.equal(positions[:, :4], order[:, :4].sort(dim=1).values)
 
 
+def test_no_heavy_set_at_all():
+    """Streaming without sinks."""
+    layout = SlotLayout(4, 0, 8, 0, whole_blocks=False)
+    assert sorted(chosen([1.0] * 11, layout, sinks=0).values()) == [*range(3, 11)]
+
+
+@pytest.mark.parametrize("unit", ["token", "block"])
+def test_scores_that_are_not_numbers_choose_some_tokens(unit):
+    """A model that overflows must not send a kernel outside its pages."""
+    layout = SlotLayout(2, 4, 4, 2, whole_blocks=unit == "block")
+    scores = [float("nan")] * 3 + [float("inf"), 1.0, 2.0, float("nan")] + [0.0] * 5
+    slots = chosen(scores, layout, sinks=2, pooling=3)
+    assert {slots[i] for i in range(4)} == {0, 1, 2, 3}
+    assert sorted(slots.values())[4:] == [8, 9, 10, 11]
+
+
 def test_mean_takes_away_the_head_start_of_old_tokens():
     scores = [0.0, 3.0, 3.0, 3.0, 2.9, 2.9, 2.9, 2.9, 0.0, 0.0, 0.0, 0.0]
     assert {chosen(scores)[i] for i in range(4)} == {0, 1, 2, 3}

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import torch
 
-from vllm_h2o.attention.ops import DecodeParams, compress, observe
+from vllm_h2o.attention.metadata import ObservedPrompt
+from vllm_h2o.attention.ops import DecodeParams, choose, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.selection import select_residents
-
-if TYPE_CHECKING:
-    # The GPU benchmark has no vLLM.
-    from vllm_h2o.attention.metadata import ObservedPrompt
 
 
 def observe_prompt(
@@ -99,29 +91,3 @@ def part_ways(
     scores = pages.scores[blocks.long()].transpose(0, 1).flatten(1)
     chosen = choose(scores, position, first_query, config, params)
     compress(pages, blocks, blocks, position, chosen, scores, params)
-
-
-def choose(
-    scores: torch.Tensor,
-    position: int,
-    first_query: int,
-    config: H2OConfig,
-    params: DecodeParams,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Select per KV head, `[(positions, slots)]`; see `select_residents`.
-
-    A head with less than the common budget has no room for spans: it picks tokens.
-    """
-    heads_of: dict[SlotLayout, list[int]] = {}
-    for head, layout in enumerate(params.layouts_at(position, len(scores))):
-        heads_of.setdefault(layout, []).append(head)
-    tokens_only = replace(config, pooling=1)
-    chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for layout, heads in heads_of.items():
-        poor = layout.budget < params.layout.budget
-        mine = scores if len(heads) == len(scores) else scores[heads]
-        positions, slots = select_residents(
-            mine, tokens_only if poor else config, layout, first_query
-        )
-        chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
-    return [chosen[head] for head in range(len(scores))]

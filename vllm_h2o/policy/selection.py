@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -65,10 +67,12 @@ def _ring_start(layout: SlotLayout, num_tokens: int) -> int:
 def _heaviest(value: torch.Tensor, count: int, pinned: int) -> torch.Tensor:
     """Indices `[num_kv_heads, count]` of the highest values, ascending.
 
-    The first `pinned` are in whatever their value is.
+    The first `pinned` are in whatever their value is. NaN counts as infinite.
     """
-    value = value.clone()
-    value[:, :pinned] = float("inf")
+    if count == 0:
+        return torch.empty(len(value), 0, dtype=torch.int64, device=value.device)
+    value = value.nan_to_num(math.inf, math.inf, -math.inf)
+    value[:, :pinned] = math.inf
     # A whole stable sort would do too, at several times the cost.
     lowest = value.topk(count, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     chosen, ties = value > lowest, value == lowest

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import PageOf
 
@@ -139,6 +140,20 @@ class DecodeParams:
         return self.heads.layouts
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The tokens of a request that each KV head keeps, and where.
+
+    Attributes:
+        positions: `[num_kv_heads, most]` int64, contiguous, -1 past a head's own;
+            `most` is what the head with the most keeps, or more.
+        slots: The same, -1 where `positions` is.
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
 def decode_resident(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -165,12 +180,34 @@ def decode_resident(
     _kernel(query).decode_resident(query, key, value, pages, rows, params, output)
 
 
+def choose(
+    scores: torch.Tensor,
+    position: int,
+    first_query: int,
+    config: H2OConfig,
+    params: DecodeParams,
+) -> Chosen:
+    """Select the tokens that each KV head keeps, as `select_residents` says.
+
+    A head with less than the common budget has no room for spans: it picks tokens
+    without pooling. NaN counts as infinite.
+
+    Args:
+        scores: `[num_kv_heads, num_tokens]` float32, by position.
+        position: Of the newest token, see `compress`.
+        first_query: Position of the first query that scored.
+        config: The policy.
+        params: The layer's constants.
+    """
+    return _kernel(scores).choose(scores, position, first_query, config, params)
+
+
 def compress(
     pages: Pages,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     position: int,
-    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    chosen: Chosen,
     scores: torch.Tensor,
     params: DecodeParams,
 ) -> None:
@@ -186,7 +223,7 @@ def compress(
         position: Of the newest token, which these slots are for: decides whether
             heads have their own. A prompt's last one, or the one that is about to
             be decoded.
-        chosen: Per KV head int64 `(positions, slots)`, as `select_residents` says.
+        chosen: What to copy, and where to.
         scores: `[num_kv_heads, num_tokens]` float32, by position.
         params: The layer's constants.
     """

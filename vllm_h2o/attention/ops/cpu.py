@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import itertools
 import os
 import platform
 import shutil
@@ -15,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.ops import Chosen, DecodeParams, ResidentRows, reference
 from vllm_h2o.attention.pages import Pages
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
@@ -127,19 +127,23 @@ def decode_resident(
         raise MemoryError("the H2O decode kernel could not allocate its scratch")
 
 
+choose = reference.choose
+"""Torch is fast enough at a selection: there is no kernel of it in C."""
+
+
 def compress(
     pages: Pages,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     position: int,
-    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    chosen: Chosen,
     scores: torch.Tensor,
     params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.compress`."""
-    positions = torch.cat([positions for positions, _ in chosen])
-    slots = torch.cat([slots for _, slots in chosen])
-    starts = torch.tensor([0, *itertools.accumulate(len(p) for p, _ in chosen)])
+    held = chosen.positions >= 0
+    positions, slots = chosen.positions[held], chosen.slots[held]
+    starts = F.pad(held.sum(dim=1).cumsum(dim=0), (1, 0))
     next_position = torch.tensor([position])
     first_query = torch.tensor([0])
     scores = scores.contiguous()

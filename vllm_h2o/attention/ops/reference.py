@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.ops import Chosen, DecodeParams, ResidentRows
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy import scores as policy_scores
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.selection import select_residents
 
 
 def decode_resident(
@@ -35,12 +39,36 @@ def decode_resident(
             output[row, heads] = resident.attend(query[row, heads]).to(output.dtype)
 
 
+def choose(
+    scores: torch.Tensor,
+    position: int,
+    first_query: int,
+    config: H2OConfig,
+    params: DecodeParams,
+) -> Chosen:
+    """See `vllm_h2o.attention.ops.choose`."""
+    heads_of: dict[SlotLayout, list[int]] = {}
+    for head, layout in enumerate(params.layouts_at(position, len(scores))):
+        heads_of.setdefault(layout, []).append(head)
+    tokens_only = replace(config, pooling=1)
+    chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for layout, heads in heads_of.items():
+        poor = layout.budget < params.layout.budget
+        mine = scores if len(heads) == len(scores) else scores[heads]
+        positions, slots = select_residents(
+            mine, tokens_only if poor else config, layout, first_query
+        )
+        chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
+    by_head = zip(*(chosen[head] for head in range(len(scores))), strict=True)
+    return Chosen(*(pad_sequence([*rows], True, padding_value=-1) for rows in by_head))
+
+
 def compress(
     pages: Pages,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     position: int,
-    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    chosen: Chosen,
     scores: torch.Tensor,
     params: DecodeParams,
 ) -> None:
@@ -50,7 +78,8 @@ def compress(
     rows = ResidentRows(
         target_blocks[None], torch.tensor([position]), torch.tensor([0])
     )
-    for head, (positions, slots) in enumerate(chosen):
+    for head, held in enumerate(chosen.positions >= 0):
+        positions, slots = chosen.positions[head, held], chosen.slots[head, held]
         block, i = blocks[positions // size], positions % size
         tokens = {
             "keys": pages.keys[block, head, :, i],

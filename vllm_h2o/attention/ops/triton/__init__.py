@@ -11,12 +11,14 @@ from vllm_h2o.attention.ops.triton.launch import (
     decode_resident,
 )
 from vllm_h2o.attention.ops.triton.scoring import observe
+from vllm_h2o.attention.ops.triton.selection import choose
 from vllm_h2o.attention.ops.triton.transition import compress
 
 __all__ = [
     "DecodeScratch",
     "Tuning",
     "check_supported",
+    "choose",
     "compress",
     "decode_resident",
     "observe",

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch.nn.utils.rnn import pad_sequence
 
-from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.ops import Chosen, DecodeParams
 from vllm_h2o.attention.ops.triton.launch import page_arguments
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.attention.pages import Pages
 
 _TILE_TOKENS = 32
-_NOT_CHOSEN = -1
 # Differ from prompt to prompt: one compilation must serve them all.
 _VARYING = ["most", "position", "prompt_scores_stride"]
 
@@ -95,7 +91,7 @@ def compress(
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     position: int,
-    chosen: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    chosen: Chosen,
     scores: torch.Tensor,
     params: DecodeParams,
 ) -> None:
@@ -105,16 +101,15 @@ def compress(
     one program are the sources of another where a request is rearranged in place.
     """
     layout = params.layout
-    positions = _padded([positions for positions, _ in chosen])
-    slots = _padded([slots for _, slots in chosen])
-    num_kv_heads, most = positions.shape
+    num_kv_heads, most = chosen.positions.shape
     head_size = pages.keys.shape[2]
     assert scores.stride(1) == 1 and scores.dtype == torch.float32
+    assert chosen.positions.is_contiguous() and chosen.slots.is_contiguous()
     assert source_blocks.is_contiguous() and target_blocks.is_contiguous()
     staged = pages.keys.new_empty(num_kv_heads, most, 2 * head_size)
     arguments = page_arguments(pages)
     shared = {
-        "staged": staged, "chosen": positions, "most": most,
+        "staged": staged, "chosen": chosen.positions, "most": most,
         "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
         "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),
         "num_warps": 4,
@@ -126,13 +121,9 @@ def compress(
         source_blocks=source_blocks, **shared,
     )  # fmt: skip
     scatter_kernel[grid](
-        **arguments, slots=slots,
+        **arguments, slots=chosen.slots,
         prompt_scores=scores, prompt_scores_stride=scores.stride(0),
         target_blocks=target_blocks, heads=params.head_tables, position=position,
         BUDGET=layout.budget, HEAD_BLOCKS=params.largest_budget // layout.block_size,
         **shared,
     )  # fmt: skip
-
-
-def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
-    return pad_sequence(rows, batch_first=True, padding_value=_NOT_CHOSEN)

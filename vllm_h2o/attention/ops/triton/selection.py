@@ -1,0 +1,233 @@
+"""The choice at the transition: the heaviest tokens of each KV head.
+
+Two kernels for all heads, whatever their budgets. `image_kernel` turns what tokens
+(or whole blocks) compete by into integers of the same order, `select_kernel` finds
+each head's threshold digit by digit and compacts what is above it. Counts alone say
+how many tokens a head keeps, so nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_h2o.attention.ops import Chosen, DecodeParams
+from vllm_h2o.attention.ops.triton.slots import sizes_of, slot_of
+from vllm_h2o.policy.config import H2OConfig
+
+_IMAGE_TILE = 1024
+"""Tokens per program of `image_kernel`."""
+_SELECT_TILE = 4096
+"""Units per loop step of `select_kernel`."""
+# Differ from prompt to prompt: one compilation must serve them all.
+_VARYING = [
+    "scores_stride", "images_stride", "num_tokens", "most", "position", "first_query",
+]  # fmt: skip
+
+
+@triton.jit
+def heavy_part(num_tokens, heavy, budget, UNIT: tl.constexpr):
+    """`(competing tokens, how many of them are kept)`; none where all fit."""
+    evicts = num_tokens > budget
+    ring_start = tl.cdiv(num_tokens, UNIT) * UNIT - (budget - heavy)
+    return tl.where(evicts, ring_start, 0), tl.where(evicts, heavy, 0)
+
+
+@triton.jit
+def pooled_values(
+    scores, tokens, competes, num_tokens, first_query, reach, MEAN: tl.constexpr
+):
+    """Highest of what the tokens within `reach` are compared by, NaN as infinite.
+
+    value(t) = score, or score / (num_tokens - max(t, first_query)) for MEAN.
+    """
+    pooled = tl.full(tokens.shape, float("-inf"), tl.float32)
+    for offset in range(-reach, reach + 1):
+        at = tokens + offset
+        exists = competes & (at >= 0) & (at < num_tokens)
+        value = tl.load(scores + at, mask=exists, other=float("-inf"))
+        if MEAN:
+            seen = tl.maximum(num_tokens - tl.maximum(at, first_query), 1)
+            # Rounded as torch rounds, or equal values would stop being equal.
+            value = tl.div_rn(value, seen.to(tl.float32))
+        value = tl.where(value == value, value, float("inf"))
+        pooled = tl.maximum(pooled, value)
+    return pooled
+
+
+@triton.jit
+def image_of(value):
+    """int32 of the same order as float32 without NaN, equal for both zeros."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def image_kernel(
+    scores, scores_stride, images, images_stride, heads,
+    num_tokens, position, first_query,
+    HEAVY: tl.constexpr, BUDGET: tl.constexpr, PINNED: tl.constexpr,
+    MEAN: tl.constexpr, POOLING: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_U: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What the units (tokens or blocks) of a KV head compete by, as integers.
+
+        images[head, u] = image(sum over t in unit u of max-pooled value(t)),
+                          image(inf) for the first PINNED tokens
+
+    A head with less than BUDGET has no room for spans: its values are not pooled.
+    Grid `(tiles of units, num_kv_heads)`.
+
+    Reference: select_residents of policy/selection.py; the sum of a block has an
+    order of its own.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
+    end, _ = heavy_part(num_tokens, heavy, budget, UNIT)
+    if tile * TILE * UNIT >= end:
+        return
+    units, within = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_U)
+    tokens = units[:, None] * UNIT + within[None, :]
+    competes = (tokens < end) & (within < UNIT)[None, :]
+    reach = POOLING // 2
+    if heads is not None:
+        reach = tl.where(budget < BUDGET, 0, reach)
+    scores += head.to(tl.int64) * scores_stride
+    value = pooled_values(
+        scores, tokens, competes, num_tokens, first_query, reach, MEAN
+    )
+    value = tl.sum(tl.where(competes, value, 0.0), axis=1)
+    value = tl.where(units * UNIT < PINNED, float("inf"), value)
+    images += head.to(tl.int64) * images_stride
+    tl.store(images + units, image_of(value), mask=units * UNIT < end)
+
+
+@triton.jit
+def count_digits(images, num_units, known, LEVEL: tl.constexpr, TILE: tl.constexpr):
+    """How many of the images that begin with the `known` digits have which one next."""
+    SHIFT: tl.constexpr = 24 - 8 * LEVEL
+    counts = tl.zeros([256], tl.int32)
+    for start in range(0, num_units, TILE):
+        at = start + tl.arange(0, TILE)
+        matches = at < num_units
+        image = tl.load(images + at, mask=matches, other=0)
+        if LEVEL == 0:
+            # With the sign: what is below zero comes first.
+            digit = (image >> SHIFT) + 128
+        else:
+            digit = (image >> SHIFT) & 255
+            matches &= (image >> (SHIFT + 8)) == known
+        counts += tl.histogram(digit, 256, mask=matches)
+    return counts
+
+
+@triton.jit
+def find_threshold(images, num_units, count, TILE: tl.constexpr):
+    """`(threshold, room)`: the `count` highest of `num_units` images are those over
+    the threshold and the first `room` that equal it.
+
+    A radix select: four passes, 8 bits each.
+    """
+    digits = tl.arange(0, 256)
+    known = 0
+    for level in tl.static_range(4):
+        counts = count_digits(images, num_units, known, level, TILE)
+        at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
+        found = tl.sum((at_least >= count).to(tl.int32), axis=0) - 1
+        count -= tl.sum(tl.where(digits > found, counts, 0), axis=0)
+        known = found - 128 if level == 0 else known * 256 + found
+    return known, count
+
+
+@triton.jit
+def compact(
+    images, num_units, threshold, room, positions,
+    UNIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the tokens of the chosen units in ascending order."""
+    taken, num_ties = 0, 0
+    for start in range(0, num_units, TILE):
+        unit = start + tl.arange(0, TILE)
+        exists = unit < num_units
+        image = tl.load(images + unit, mask=exists, other=0)
+        ties = (exists & (image == threshold)).to(tl.int32)
+        wins = (image == threshold) & (num_ties + tl.cumsum(ties, axis=0) <= room)
+        chosen = exists & ((image > threshold) | wins)
+        counted = chosen.to(tl.int32)
+        place = taken + tl.cumsum(counted, axis=0) - 1
+        for i in range(UNIT):
+            tl.store(positions + place * UNIT + i, unit * UNIT + i, mask=chosen)
+        num_ties += tl.sum(ties, axis=0)
+        taken += tl.sum(counted, axis=0)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def select_kernel(
+    images, images_stride, positions, slots, heads, num_tokens, most, position,
+    HEAVY: tl.constexpr, BUDGET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Choose the tokens of one KV head: the highest images, then the recent window.
+
+        positions[head] = ascending(top heavy/UNIT units, ties to the lower), recent
+        slots[head]     = 0 .. heavy - 1, slot_of(recent)
+
+    or all tokens in order where they fit the head's budget; -1 up to `most`.
+
+    Grid `(num_kv_heads,)`: a head is one program's, which reads its images five
+    times. At 128k tokens these are 512 KiB, from the L2, and a scan over more
+    programs would need a kernel per pass.
+
+    Reference: select_residents of policy/selection.py.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
+    end, kept = heavy_part(num_tokens, heavy, budget, UNIT)
+    images += head * images_stride
+    positions += head * most
+    slots += head * most
+    num_units = end // UNIT
+    threshold, room = find_threshold(images, num_units, kept // UNIT, TILE)
+    compact(images, num_units, threshold, room, positions, UNIT, TILE)
+    for start in range(0, most, TILE):
+        i = start + tl.arange(0, TILE)
+        token = tl.where(i < kept, i, i - kept + end)
+        held = token < num_tokens
+        slot = slot_of(token, heavy, budget)
+        tl.store(slots + i, tl.where(held, slot, -1), mask=i < most)
+        recent = (i >= kept) & (i < most)
+        tl.store(positions + i, tl.where(held, token, -1), mask=recent)
+
+
+def choose(
+    scores: torch.Tensor,
+    position: int,
+    first_query: int,
+    config: H2OConfig,
+    params: DecodeParams,
+) -> Chosen:
+    """See `vllm_h2o.attention.ops.choose`."""
+    assert scores.stride(1) == 1 and scores.dtype == torch.float32
+    num_kv_heads, num_tokens = scores.shape
+    layout = params.layout
+    unit = layout.block_size if layout.whole_blocks else 1
+    block_u = triton.next_power_of_2(unit)
+    most = min(num_tokens, params.largest_budget)
+    images = scores.new_empty(num_kv_heads, num_tokens // unit, dtype=torch.int32)
+    positions, slots = scores.new_empty(2, num_kv_heads, most, dtype=torch.int64)
+    shared = {
+        "images": images, "images_stride": images.stride(0),
+        "heads": params.head_tables, "num_tokens": num_tokens, "position": position,
+        "HEAVY": layout.heavy_slots, "BUDGET": layout.budget, "UNIT": unit,
+    }  # fmt: skip
+    tile = max(_IMAGE_TILE // block_u, 1)
+    image_kernel[(triton.cdiv(num_tokens // unit, tile), num_kv_heads)](
+        scores=scores, scores_stride=scores.stride(0), first_query=first_query,
+        PINNED=layout.pinned_slots, MEAN=config.score == "mean",
+        POOLING=config.pooling, BLOCK_U=block_u, TILE=tile, num_warps=4, **shared,
+    )  # fmt: skip
+    select_kernel[(num_kv_heads,)](
+        positions=positions, slots=slots, most=most, TILE=_SELECT_TILE, num_warps=8,
+        **shared,
+    )  # fmt: skip
+    return Chosen(positions, slots)
