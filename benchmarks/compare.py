@@ -27,7 +27,7 @@ from benchmarks.workloads import PAPER, WORKLOADS
 RESULTS = Path("benchmarks/results")
 QUICK = (
     Cell("128+1024", ("20%",), scale=0.2, num_prompts=8, pool_requests=2),
-    Cell("short", scale=0.2, num_prompts=8),
+    Cell("short", scale=0.2, num_prompts=8, rounds=1),
 )
 """What `--quick` runs, but for the options given."""
 

@@ -17,6 +17,7 @@ ROWS = {
     "old": RowPlan(150, 1, 100, 80),
     "chunk": RowPlan(0, 30, 90, 70),
     "ends": RowPlan(80, 16, 96, 76),
+    "fits": RowPlan(0, 12, 12, 12),
     "fills": RowPlan(BUDGET, 1, 10, 0),
 }
 
@@ -85,7 +86,7 @@ def test_resident_rows_alone(scheduled):
 
 
 def test_mixed_batch():
-    batch = ["chunk", "old", "ends", "fills"]
+    batch = ["chunk", "old", "ends", "fills", "fits"]
     metadata, common, spec = build(tuple(ROWS), batch)
     resident, table = metadata.resident, common.block_table_tensor
     assert resident.positions.tolist() == [150, BUDGET]
@@ -94,17 +95,21 @@ def test_mixed_batch():
     expected = table[[1, 3], first : first + BUDGET // BLOCK_SIZE]
     assert torch.equal(resident.block_table, expected)
     assert metadata.resident_tokens.tolist() == [30, 47]
-    prompts = [*range(30), *range(31, 47)]
+    prompts = [*range(30), *range(31, 47), *range(48, 60)]
     assert metadata.stock_tokens.tolist() == prompts
-    assert metadata.stock.seq_lens.tolist() == [30, 96]
-    assert common.slot_mapping.tolist() == [*range(30), -1, *range(31, 47), -1]
+    assert metadata.stock.seq_lens.tolist() == [30, 96, 12]
+    untouched = [*range(30), -1, *range(31, 47), -1, *range(48, 60)]
+    assert common.slot_mapping.tolist() == untouched
     # The chunk ends before its prompt's observation window.
-    (observed,) = metadata.observed
+    observed, fits = metadata.observed
     assert observed.plan == ROWS["ends"] and observed.tokens == slice(31, 47)
     assert observed.plan.first_query == 96 - WINDOW
     assert torch.equal(observed.dense_blocks, table[2, : 96 // BLOCK_SIZE])
     used = BUDGET // BLOCK_SIZE
     assert torch.equal(observed.resident_blocks, table[2, first : first + used])
+    # Nobody scores where nothing will be evicted, but the prompt is still moved.
+    assert fits.plan == ROWS["fits"]
+    assert torch.equal(fits.resident_blocks, table[4, first : first + 1])
 
 
 def test_rows_of_a_plan_in_any_order():

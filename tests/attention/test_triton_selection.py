@@ -1,13 +1,13 @@
-"""The selection in Triton against torch, tie for tie."""
+"""The selection in Triton and in C against torch, tie for tie."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.attention.triton_checks import check_choice
+from tests.attention.triton_checks import check_choice, check_same_choice
 from tests.attention.triton_state import DEVICE, empty_pages
-from vllm_h2o.attention.ops import DecodeParams, HeadSlots
+from vllm_h2o.attention.ops import DecodeParams, HeadSlots, cpu, reference
 from vllm_h2o.attention.ops.triton import selection
 from vllm_h2o.policy.config import PRESETS, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, first_observer
@@ -22,7 +22,14 @@ def check(scores, layout=LAYOUT, config=SUM):
     num_tokens = scores.shape[1]
     params = DecodeParams(layout, 1.0, 0.0, 1.0, config.score == "mean")
     first_query = first_observer(config, num_tokens)
-    return check_choice(scores, num_tokens - 1, first_query, config, params)
+    return check_both(scores, num_tokens - 1, first_query, config, params)
+
+
+def check_both(scores, *args):
+    """Return the choice in Triton; the one in C is the reference's, too."""
+    expected = reference.choose(scores.cpu(), *args)
+    check_same_choice(cpu.choose(scores.cpu(), *args), expected)
+    return check_choice(scores, *args)
 
 
 def random(num_tokens, num_kv_heads=3, distinct=None):
@@ -119,7 +126,7 @@ def test_budgets_by_head(num_tokens, distinct):
     scores = random(num_tokens, 4, distinct).to(DEVICE)
     first_query = first_observer(config, num_tokens)
     for position in {num_tokens - 1, max(num_tokens, 64)}:
-        chosen = check_choice(scores, position, first_query, config, params)
+        chosen = check_both(scores, position, first_query, config, params)
         budgets = [x.budget for x in params.layouts_at(position, 4)]
         kept = (chosen.positions >= 0).sum(dim=1).tolist()
         assert kept == [min(num_tokens, budget) for budget in budgets]

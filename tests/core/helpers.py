@@ -199,6 +199,9 @@ class Driver:
                     limit = max(0, row.prefill_end - int(self.window))
                 assert row.num_computed_tokens <= limit
                 assert row.prefill_end == request.num_tokens
+                most = request.num_tokens + request.max_tokens
+                binds = min(most, MAX_MODEL_LEN) > self.budget
+                assert row.first_query == (limit if binds else row.prefill_end)
                 self.transitions[name] = 0
             end = row.num_computed_tokens + row.num_scheduled_tokens
             assert row.is_resident == (row.num_computed_tokens >= row.prefill_end)

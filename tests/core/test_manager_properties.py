@@ -130,6 +130,17 @@ def test_dense_blocks_are_gone_one_step_after_the_transition():
 
 
 @pytest.mark.parametrize(
+    "prompt, generated, first_query",
+    [(30, 34, 30), (30, 35, 10), (64, 1, 44), (10, 60, 0)],
+)
+def test_no_query_scores_where_nothing_will_compete(prompt, generated, first_query):
+    driver = Driver(64, window=20, budget=64, chunk=200)
+    name = driver.add(list(range(100, 100 + prompt)), generated)
+    assert driver.schedule().h2o_plan.rows[name].first_query == first_query
+    driver.drain()
+
+
+@pytest.mark.parametrize(
     "window, expected", [(1, 160), (16, 144), (17, 144), (18, 128), ("all", 0)]
 )
 def test_prefix_hits_leave_the_window(window, expected):

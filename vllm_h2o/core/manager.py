@@ -72,10 +72,10 @@ class H2OManager(FullAttentionManager):
         """
         assert not self.req_to_blocks.get(request_id)
         self._prefill_end[request_id] = prefill_end
-        binds = most_tokens > self.budget
-        self._first_query[request_id] = (
-            first_observer(self.kv_cache_spec.h2o, prefill_end) if binds else prefill_end
-        )
+        self._first_query[request_id] = prefill_end
+        if most_tokens > self.budget:
+            observer = first_observer(self.kv_cache_spec.h2o, prefill_end)
+            self._first_query[request_id] = observer
 
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""

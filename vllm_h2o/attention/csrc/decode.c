@@ -1,5 +1,5 @@
 /* The CPU kernels: decode.h has those of resident rows and the layout of a page,
- * observe.h the one that scores prompts. */
+ * observe.h the one that scores prompts, choose.h the choice of what stays. */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -53,11 +53,10 @@ typedef struct {
 /* Mirrored likewise: copies of chosen tokens between blocks of one request. */
 typedef struct {
     const int32_t *source_blocks; /* [.] block of position p: [p / block_size] */
-    const int64_t *starts;        /* [num_kv_heads + 1] into the next two */
-    const int64_t *positions;     /* chosen tokens, head after head */
+    const int64_t *positions;     /* [num_kv_heads][most] chosen, -1 at the end */
     const int64_t *slots;         /* where they go */
     const float *scores;          /* [num_kv_heads][num_tokens] */
-    int64_t num_tokens;
+    int64_t num_tokens, most;
 } h2o_compress_args;
 
 /* Mirrored likewise: consecutive queries over the dense pages of one request. */
@@ -161,6 +160,14 @@ static inline void h2o_softcap(float *x, int64_t count, float cap) {
     }
 }
 
+/* Tokens from the t-th on that follow each other in one page. */
+static inline int64_t h2o_run(const int64_t *at, int64_t t, int64_t count,
+                              int64_t block_size) {
+    int64_t end = t + 1;
+    while (end < count && at[end] == at[end - 1] + 1 && at[end] % block_size) ++end;
+    return end - t;
+}
+
 static inline int64_t h2o_round_up(int64_t x, int64_t unit) {
     return (x + unit - 1) / unit * unit;
 }
@@ -221,6 +228,8 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
         h2o_add_columns(parts + head * num_parts * num_keys, num_parts, num_keys,
                         num_keys, a->scores + head * a->scores_stride);
 }
+
+#include "choose.h"
 
 #define NAME h2o_decode_float32
 #define COMPRESS h2o_compress_float32

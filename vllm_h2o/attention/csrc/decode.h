@@ -401,36 +401,51 @@ int NAME(const h2o_decode_args *a) {
     return failed;
 }
 
+/* Copy `count` tokens between pages, or what has the shape of one; a `stride` is
+ * what lies between two elements of a token's key. */
+static inline void FN(copy_tokens)(const ELEM *restrict key, int64_t stride,
+                                   const ELEM *restrict value, ELEM *restrict to_key,
+                                   int64_t to_stride, ELEM *restrict to_value,
+                                   int64_t head_size, int64_t count) {
+    for (int64_t d = 0; d < head_size; ++d)
+        for (int64_t t = 0; t < count; ++t)
+            to_key[d * to_stride + t] = key[d * stride + t];
+    memcpy(to_value, value, count * head_size * sizeof(ELEM));
+}
+
 /* Chosen tokens of row 0 into its slots as they are at its position; they may lie
  * in the very blocks that they leave, so they are all read first. */
 static int FN(compress_head)(const h2o_decode_args *a, const h2o_compress_args *c,
                              int64_t head) {
     const int64_t bs = a->block_size, hs = a->head_size;
-    const int64_t *positions = c->positions + c->starts[head];
-    const int64_t *slots = c->slots + c->starts[head];
-    const int64_t count = c->starts[head + 1] - c->starts[head];
+    const int64_t *positions = c->positions + head * c->most;
+    const int64_t *slots = c->slots + head * c->most;
     const h2o_slots target = h2o_slots_of(a, 0, head);
-    ELEM *tokens = malloc(sizeof(ELEM) * 2 * hs * count);
-    if (!tokens) return 1;
-    for (int64_t t = 0; t < count; ++t) {
-        const int64_t block = c->source_blocks[positions[t] / bs];
-        const FN(page) page =
-            FN(page_at)(a, (char *)a->cache + block * a->page_stride, head);
+    int64_t count = 0, run;
+    while (count < c->most && positions[count] >= 0) ++count;
+    ELEM *keys = malloc(sizeof(ELEM) * 2 * hs * count), *values = keys + hs * count;
+    if (!keys) return 1;
+    for (int64_t t = 0; t < count; t += run) {
+        char *base = (char *)a->cache;
+        base += c->source_blocks[positions[t] / bs] * a->page_stride;
+        const FN(page) page = FN(page_at)(a, base, head);
         const int64_t i = positions[t] % bs;
-        ELEM *token = tokens + 2 * hs * t;
-        for (int64_t d = 0; d < hs; ++d) token[d] = page.key[d * bs + i];
-        memcpy(token + hs, page.value + i * hs, hs * sizeof(ELEM));
+        run = h2o_run(positions, t, count, bs);
+        FN(copy_tokens)(page.key + i, bs, page.value + i * hs, keys + t, count,
+                        values + t * hs, hs, run);
     }
-    for (int64_t t = 0; t < count; ++t) {
+    for (int64_t t = 0; t < count; t += run) {
         const FN(page) page = FN(page_of)(a, &target, slots[t] / bs);
         const int64_t i = slots[t] % bs;
-        const ELEM *token = tokens + 2 * hs * t;
-        for (int64_t d = 0; d < hs; ++d) page.key[d * bs + i] = token[d];
-        memcpy(page.value + i * hs, token + hs, hs * sizeof(ELEM));
-        page.score[i] = c->scores[head * c->num_tokens + positions[t]];
-        page.birth[i] = (int32_t)positions[t];
+        run = h2o_run(slots, t, count, bs);
+        FN(copy_tokens)(keys + t, count, values + t * hs, page.key + i, bs,
+                        page.value + i * hs, hs, run);
+        for (int64_t k = 0; k < run; ++k) {
+            page.score[i + k] = c->scores[head * c->num_tokens + positions[t + k]];
+            page.birth[i + k] = (int32_t)positions[t + k];
+        }
     }
-    free(tokens);
+    free(keys);
     return 0;
 }
 

@@ -41,14 +41,18 @@ static void FN(pack_queries)(const TILE *t) {
     }
 }
 
-/* Logits of all rows over all keys that any of them sees, whole pages. */
+/* Logits of all rows, whole pages; those that no row of eight sees are left out. */
 static void FN(dot_pages)(const TILE *t) {
     const h2o_observe_args *a = t->a;
     const int64_t bs = a->block_size, hs = a->head_size, half = bs * hs;
+    const int64_t group = a->num_heads / a->num_kv_heads;
     for (int64_t b = 0; b * bs < t->visible; ++b) {
         const char *page = (const char *)a->cache + a->blocks[b] * a->page_stride;
         const ELEM *key = (const ELEM *)page + t->head * 2 * half;
-        for (int64_t r = 0; r < t->num_rows; r += H2O_ROWS)
+        /* The first register tile whose last row sees the page's first key. */
+        const int64_t seen_by = (b * bs - a->first_position) * group - t->first_row;
+        const int64_t first = seen_by > 0 ? seen_by / H2O_ROWS * H2O_ROWS : 0;
+        for (int64_t r = first; r < t->num_rows; r += H2O_ROWS)
             FN(dot_page)(t->query + r * hs, key, NULL, hs, bs, t->stride,
                          t->logits + r * t->stride + b * bs, H2O_ROWS);
     }

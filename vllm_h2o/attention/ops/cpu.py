@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from vllm_h2o.attention.ops import Chosen, DecodeParams, ResidentRows, reference
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
 # Sums may be reordered so that they vectorize; divisions must stay exact, and
@@ -63,9 +64,25 @@ class _CompressArgs(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in "source_blocks starts positions slots scores".split()
+            for name in "source_blocks positions slots scores".split()
         ),
         ("num_tokens", ctypes.c_int64),
+        ("most", ctypes.c_int64),
+    ]
+
+
+class _ChooseArgs(ctypes.Structure):
+    """Mirror of `h2o_choose_args` in choose.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "scores layouts positions slots".split()),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_kv_heads num_tokens scores_stride most "
+                "sinks first_query score_mean num_threads"
+            ).split()
+        ),
     ]
 
 
@@ -127,8 +144,55 @@ def decode_resident(
         raise MemoryError("the H2O decode kernel could not allocate its scratch")
 
 
-choose = reference.choose
-"""Torch is fast enough at a selection: there is no kernel of it in C."""
+def choose(
+    scores: torch.Tensor,
+    position: int,
+    first_query: int,
+    config: H2OConfig,
+    params: DecodeParams,
+) -> Chosen:
+    """See `vllm_h2o.attention.ops.choose`; whole blocks are chosen in torch."""
+    layout = params.layout
+    if layout.whole_blocks:
+        return reference.choose(scores, position, first_query, config, params)
+    num_kv_heads, num_tokens = scores.shape
+    layouts = tuple(params.layouts_at(position, num_kv_heads))
+    sizes, largest = _choice_sizes(layouts, layout.budget, config.pooling)
+    positions, slots = torch.empty(
+        2, num_kv_heads, min(num_tokens, largest), dtype=torch.int64
+    )
+    assert scores.dtype == torch.float32 and scores.stride(1) == 1
+    args = _ChooseArgs(
+        scores=scores.data_ptr(),
+        layouts=sizes.data_ptr(),
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        num_kv_heads=num_kv_heads,
+        num_tokens=num_tokens,
+        scores_stride=scores.stride(0),
+        most=positions.shape[1],
+        sinks=layout.sinks,
+        first_query=first_query,
+        score_mean=config.score == "mean",
+        num_threads=torch.get_num_threads(),
+    )
+    if _library().h2o_choose(ctypes.byref(args)):
+        raise MemoryError("the H2O choose kernel could not allocate its scratch")
+    return Chosen(positions, slots)
+
+
+@functools.lru_cache
+def _choice_sizes(
+    layouts: tuple[SlotLayout, ...], budget: int, pooling: int
+) -> tuple[torch.Tensor, int]:
+    """`[num_kv_heads, 3]` budget, heavy slots and pooling; and the largest budget.
+
+    A head with less than the common `budget` does not pool.
+    """
+    sizes = [
+        (x.budget, x.heavy_slots, pooling if x.budget >= budget else 1) for x in layouts
+    ]
+    return torch.tensor(sizes), max(x.budget for x in layouts)
 
 
 def compress(
@@ -141,15 +205,13 @@ def compress(
     params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.compress`."""
-    held = chosen.positions >= 0
-    positions, slots = chosen.positions[held], chosen.slots[held]
-    starts = F.pad(held.sum(dim=1).cumsum(dim=0), (1, 0))
     next_position = torch.tensor([position])
     first_query = torch.tensor([0])
     scores = scores.contiguous()
     assert source_blocks.dtype == target_blocks.dtype == torch.int32
     assert source_blocks.stride(0) == target_blocks.stride(0) == 1
     assert scores.dtype == torch.float32
+    assert chosen.positions.is_contiguous() and chosen.slots.is_contiguous()
     args = _Args(
         positions=next_position.data_ptr(),
         first_queries=first_query.data_ptr(),
@@ -158,11 +220,11 @@ def compress(
     )
     copies = _CompressArgs(
         source_blocks=source_blocks.data_ptr(),
-        starts=starts.data_ptr(),
-        positions=positions.data_ptr(),
-        slots=slots.data_ptr(),
+        positions=chosen.positions.data_ptr(),
+        slots=chosen.slots.data_ptr(),
         scores=scores.data_ptr(),
         num_tokens=scores.shape[1],
+        most=chosen.positions.shape[1],
     )
     function = _function("compress", pages.keys.dtype)
     if function(ctypes.byref(args), ctypes.byref(copies)):
@@ -282,6 +344,7 @@ def load(*flags: str) -> ctypes.CDLL:
     # torch has loaded its OpenMP by now; the same soname makes ours resolve to
     # it, so both share one pool of threads.
     library = ctypes.CDLL(str(target))
+    library.h2o_choose.restype = ctypes.c_int
     for dtype in _DTYPES.values():
         for name in ("decode", "compress", "observe"):
             getattr(library, f"h2o_{name}_{dtype}").restype = ctypes.c_int

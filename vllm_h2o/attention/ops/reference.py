@@ -147,15 +147,8 @@ class _Resident:
 
     def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
         """Copy of the slots' content, `[n, ...]`."""
-        numbers, size = slots // self.layout.block_size, self.layout.block_size
-        content = None
-        for number in numbers.unique().tolist():
-            page, mine = self.page(what, number), numbers == number
-            if content is None:
-                content = page.new_empty(len(slots), *page.shape[1:])
-            content[mine] = page[slots[mine] % size]
-        assert content is not None
-        return content
+        pages = [self.page(what, number) for number in range(len(self.places))]
+        return torch.cat(pages)[slots]
 
     def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
         """Overwrite the slots' content."""
@@ -198,11 +191,11 @@ class _Resident:
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the new token into its slot."""
-        slot = torch.tensor([self.slot])
-        self.put("keys", slot, key[None])
-        self.put("values", slot, value[None])
-        self.put("scores", slot, torch.zeros(1))
-        self.put("births", slot, torch.tensor([self.position], dtype=torch.int32))
+        number, i = divmod(self.slot, self.layout.block_size)
+        self.page("keys", number)[i] = key
+        self.page("values", number)[i] = value
+        self.page("scores", number)[i] = 0.0
+        self.page("births", number)[i] = self.position
 
     def occupied(self) -> torch.Tensor:
         """Slots that hold a token."""

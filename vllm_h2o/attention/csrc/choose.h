@@ -1,0 +1,124 @@
+/* The transition's choice: which prompt tokens a KV head keeps, and in which slots.
+ *
+ * Formula and reference: vllm_h2o/policy/selection.py::select_residents, with its
+ * ties; here for tokens only, each head by its own layout:
+ *   value(t) = score[t], or score[t] / (n - max(t, first_query)) for mean
+ *   pooled(t) = max of value over the `pooling` positions around t
+ *   the sinks, then the heavy_slots of highest value before the ring, in order; the
+ *   ring holds the rest. A request within the budget keeps all.
+ */
+
+/* Mirrored by vllm_h2o/attention/ops/cpu.py. */
+typedef struct {
+    const float *scores;    /* [num_kv_heads][num_tokens] */
+    const int64_t *layouts; /* [num_kv_heads][3] budget, heavy slots, pooling */
+    int64_t *positions;     /* [num_kv_heads][most], -1 past a head's own */
+    int64_t *slots;         /* the same */
+    int64_t num_kv_heads, num_tokens, scores_stride, most;
+    int64_t sinks, first_query, score_mean, num_threads;
+} h2o_choose_args;
+
+/* What the first `count` tokens before the ring are compared by; NaN is infinite. */
+static void h2o_comparable(const h2o_choose_args *c, const float *restrict scores,
+                           int64_t count, float *restrict values) {
+    const int32_t seen = (int32_t)c->num_tokens, first = (int32_t)c->first_query;
+    for (int32_t t = 0; t < (int32_t)count; ++t) {
+        const int32_t queries = seen - (t > first ? t : first);
+        const float divisor = c->score_mean ? (float)(queries > 1 ? queries : 1) : 1.0f;
+        const float value = scores[t] / divisor;
+        values[t] = value != value ? INFINITY : value;
+    }
+}
+
+/* to[t] = max of from[t - reach .. t + reach], as far as there are such. */
+static void h2o_pool(const float *restrict from, int64_t length, int64_t reach,
+                     float *restrict to, int64_t count) {
+    memcpy(to, from, count * sizeof(float));
+    for (int64_t by = 1; by <= reach; ++by) {
+        for (int64_t t = by; t < count; ++t)
+            to[t] = from[t - by] > to[t] ? from[t - by] : to[t];
+        const int64_t end = count + by < length ? count : length - by;
+        for (int64_t t = 0; t < end; ++t)
+            to[t] = from[t + by] > to[t] ? from[t + by] : to[t];
+    }
+}
+
+/* The rank-th highest of x[0..count), rank from 1; x is reordered. */
+static float h2o_quickselect(float *x, int64_t count, int64_t rank) {
+    int64_t low = 0, high = count;
+    while (high - low > 1) {
+        const float pivot = x[low + (high - low) / 2];
+        int64_t above = low, i = low, below = high; /* higher | equal | .. | lower */
+        while (i < below) {
+            const float v = x[i];
+            if (v > pivot) {
+                x[i++] = x[above];
+                x[above++] = v;
+            } else if (v < pivot) {
+                x[i] = x[--below];
+                x[below] = v;
+            } else {
+                ++i;
+            }
+        }
+        if (rank <= above)
+            high = above;
+        else if (rank <= below)
+            return pivot;
+        else
+            low = below;
+    }
+    return x[low];
+}
+
+/* Positions of the `count` highest values, ascending, ties to the lower position. */
+static void h2o_heaviest(const float *values, int64_t length, int64_t count,
+                         float *scratch, int64_t *positions) {
+    memcpy(scratch, values, length * sizeof(float));
+    const float lowest = h2o_quickselect(scratch, length, count);
+    int64_t room = count, n = 0;
+    for (int64_t t = 0; t < length; ++t) room -= values[t] > lowest;
+    for (int64_t t = 0; t < length; ++t) {
+        const int tie = values[t] == lowest && room > 0;
+        room -= tie;
+        if (values[t] > lowest || tie) positions[n++] = t;
+    }
+}
+
+/* One head; `scratch` has three times num_tokens floats. */
+static void h2o_choose_head(const h2o_choose_args *c, int64_t head, float *scratch) {
+    const int64_t budget = c->layouts[3 * head], heavy = c->layouts[3 * head + 1];
+    const int64_t reach = c->layouts[3 * head + 2] / 2, n = c->num_tokens;
+    const int64_t kept = n < budget ? n : budget, ring_start = n - (budget - heavy);
+    int64_t *positions = c->positions + head * c->most;
+    int64_t *slots = c->slots + head * c->most;
+    for (int64_t i = 0; i < c->most; ++i) slots[i] = positions[i] = i < kept ? i : -1;
+    if (n <= budget) return;
+    for (int64_t i = heavy; i < budget; ++i) {
+        positions[i] = ring_start + i - heavy;
+        slots[i] = heavy + (positions[i] - heavy) % (budget - heavy);
+    }
+    if (!heavy) return;
+    const float *scores = c->scores + head * c->scores_stride;
+    float *values = scratch, *pooled = values + n;
+    const int64_t visible = ring_start + reach < n ? ring_start + reach : n;
+    h2o_comparable(c, scores, visible, values);
+    h2o_pool(values, visible, reach, pooled, ring_start);
+    for (int64_t t = 0; t < c->sinks; ++t) pooled[t] = INFINITY;
+    h2o_heaviest(pooled, ring_start, heavy, pooled + n, positions);
+}
+
+int h2o_choose(const h2o_choose_args *c) {
+    int failed = 0;
+#pragma omp parallel for num_threads(c->num_threads) reduction(| : failed) \
+    schedule(dynamic)
+    for (int64_t head = 0; head < c->num_kv_heads; ++head) {
+        float *scratch = malloc(3 * c->num_tokens * sizeof(float));
+        if (scratch)
+            h2o_choose_head(c, head, scratch);
+        else
+            failed = 1;
+        free(scratch);
+    }
+    return failed;
+}
