@@ -63,6 +63,7 @@ CHUNKS = ({}, {"max_num_batched_tokens": 160, "long_prefill_token_threshold": 32
 CASES = [
     ("v1", 1, True),
     ("v2", 0, True),
+    ("v2", 1, False),
     ("v2 graphs", 1, True),
     ("v2 graphs", 1, False),
 ]

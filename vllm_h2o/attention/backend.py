@@ -143,7 +143,7 @@ class H2OImpl(_Stock):
             mean=self.h2o.score == "mean",
             heads=self.heads.slots() if self.heads else None,
         )
-        if kv_cache.is_cuda:
+        if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.
             _ = self._params.head_tables
         self._bound = bound

@@ -263,5 +263,5 @@ def observe(
 
 def _kernel(tensor: torch.Tensor) -> ModuleType:
     """The kernels of the tensor's device."""
-    name = "triton" if tensor.is_cuda else "cpu"
+    name = "cpu" if tensor.is_cpu else "triton"
     return importlib.import_module(f"vllm_h2o.attention.ops.{name}")

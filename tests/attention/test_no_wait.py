@@ -1,0 +1,194 @@
+"""Nothing on CUDA's path waits for the device: neither a decode step nor a transition.
+
+Builder, backend and launches are real, on the meta device; only the kernels are not
+run. What a wait would need fails there: to read a value, or a copy that blocks.
+(Copies that do not block come from pinned memory, `async_tensor_h2d` sees to that.)
+"""
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vllm.config import set_current_vllm_config
+
+from tests.attention.cuda_meta import DECODES, DEVICE, PROMPT, build, make_builder
+from tests.attention.triton_state import empty_pages
+from vllm_h2o.attention.cuda_backend import H2OTritonAttentionImpl
+from vllm_h2o.attention.heads import LayerHeads
+from vllm_h2o.attention.ops.triton import decode
+from vllm_h2o.attention.prompt import observe_prompt
+from vllm_h2o.core.plan import RowPlan
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.lending import lend
+
+DECODE = ["attend_kernel", "combine_kernel"]
+TRANSITION = ["image_kernel", "select_kernel", "gather_kernel", "scatter_kernel"]
+COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+def devices_of(*values):
+    leaves = tree_leaves(values)
+    return {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+class _Operations(TorchDispatchMode):
+    """Host and device meet in copies that do not block, and nowhere else."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if len(devices_of(args, kwargs, result)) > 1:
+            assert func in COPIES, f"{func} of host and device"
+            blocking = not ((kwargs or {}).get("non_blocking") or args[2:] == (True,))
+            assert not blocking, f"{func} that blocks"
+        return result
+
+
+class _Factories(TorchFunctionMode):
+    """Data go to the device by a copy, which `_Operations` sees."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert func not in FROM_DATA or result.device.type == "cpu", func
+        return result
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Fails where what runs inside would wait for the device."""
+    with _Operations(), _Factories():
+        yield
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that are launched, by name; they do not run."""
+    names = []
+
+    def launch(kernel, *args, grid, warmup, **kwargs):
+        assert devices_of(args, kwargs, grid) == {"meta"}
+        names.append(kernel.__name__)
+
+    monkeypatch.setattr(type(decode.attend_kernel), "run", launch)
+    return names
+
+
+def make_cache(num_blocks=40):
+    pages = empty_pages(num_blocks, 3, 64, 16, torch.float32, DEVICE)
+    shape = (num_blocks, 3, 16, 128)
+    return pages.values.as_strided(shape, (pages.page_stride // 4, 128, 384, 1), 0)
+
+
+def make_layers(config, blocks=None):
+    """Two layers of the real backend; `blocks` of each head, where these differ."""
+    with set_current_vllm_config(config):
+        layers = [
+            SimpleNamespace(
+                impl=H2OTritonAttentionImpl(9, 64, 0.125, 3, None, None, "auto"),
+                kv_cache=make_cache(),
+                layer_name=f"layer {i}",
+            )
+            for i in range(2)
+        ]
+    if blocks is not None:
+        pages = lend(blocks, 4)
+        for i, layer in enumerate(layers):
+            h2o = layer.impl.h2o
+            layouts = [SlotLayout.of_blocks(h2o, 16, n) for n in blocks[i]]
+            layer.impl.heads = LayerHeads(layouts, pages[i], i, layers)
+    return layers
+
+
+def tokens(num_tokens, num_heads=3):
+    return torch.empty(num_tokens, num_heads, 64, device=DEVICE)
+
+
+def forward(layers, metadata, num_tokens):
+    query, key = tokens(num_tokens, 9), tokens(num_tokens)
+    for layer in layers:
+        output = torch.empty_like(query)
+        layer.impl.forward(layer, query, key, key, layer.kv_cache, metadata, output)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_builder()
+
+
+@pytest.fixture(params=[None, [[2, 6, 4], [6, 2, 4]]], ids=["uniform", "by head"])
+def layers(request, engine, launched):
+    """After vLLM's warm-up: it views the cache and copies what never changes."""
+    builder, config = engine
+    layers = make_layers(config, request.param)
+    builder.bind(builder.step, layers if request.param else ())
+    metadata, _ = build(builder, {}, padding=2)
+    forward(layers, metadata, 2)
+    launched.clear()
+    return layers
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_decode(engine, layers, launched, padding):
+    """Also in a step in which heads part ways."""
+    builder, _ = engine
+    rows = {**DECODES, "fills": RowPlan(64, 1, 33)}
+    metadata, _ = build(builder, rows, padding, guard=no_waiting)
+    with no_waiting():
+        forward(layers, metadata, len(rows) + padding)
+    parting = TRANSITION * len(builder.parting)
+    assert launched == parting + DECODE * len(layers)
+
+
+def test_decode_beside_prompts(engine, layers, launched):
+    """All but the prompts' attention itself, which is stock vLLM's."""
+    builder, _ = engine
+    metadata, _ = build(builder, {**PROMPT, **DECODES}, guard=no_waiting)
+    mine = replace(metadata, stock=None, observed=[])
+    with no_waiting():
+        forward(layers, mine, 8)
+    assert launched == DECODE * len(layers)
+
+
+def test_transition(engine, layers, launched):
+    builder, _ = engine
+    metadata, _ = build(builder, PROMPT, guard=no_waiting)
+    (prompt,) = metadata.observed
+    query = tokens(6, 9)[prompt.tokens]
+    with no_waiting():
+        for layer in layers:
+            impl = layer.impl
+            observe_prompt(
+                query, impl._pages, prompt, layer.layer_name, impl.h2o, impl._params
+            )
+    assert launched == ["lse_kernel", "observe_kernel", *TRANSITION] * len(layers)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda rows: rows[0].item(),
+        lambda rows: rows.tolist(),
+        lambda rows: bool(rows[0]),
+        lambda rows: rows[rows > 0],
+        lambda rows: rows.cpu(),
+        lambda rows: torch.arange(3).to(DEVICE),
+        lambda rows: rows.copy_(torch.arange(3)),
+        lambda rows: rows[torch.arange(3)],
+        lambda rows: torch.tensor([1, 2], device=DEVICE),
+    ],
+    ids=range(9),
+)
+def test_waits_are_seen(wait):
+    rows = torch.arange(3, device=DEVICE)
+    wait_for_nothing = torch.arange(3).to(DEVICE, non_blocking=True)
+    with no_waiting():
+        rows.copy_(torch.arange(3), non_blocking=True)
+        rows += wait_for_nothing[rows] + 1
+    seen = (AssertionError, RuntimeError, NotImplementedError)
+    with pytest.raises(seen), no_waiting():
+        wait(rows)
