@@ -76,6 +76,9 @@ class StepRecorder(AggregateStatLoggerBase):
         running_requests: Sum over the steps of the requests running.
         steps: Steps with a request running.
         preemptions: Requests preempted.
+        inter_token_latencies: Seconds between two tokens of a request, of all. Their
+            median is a step in which nothing but decoding happens, while TPOT has
+            the prompts in it that were read between a request's tokens.
         prefix_cache_queries: Prompt tokens looked up.
         prefix_cache_hits: Of these, tokens found.
     """
@@ -90,6 +93,7 @@ class StepRecorder(AggregateStatLoggerBase):
         self.running_requests = 0
         self.steps = 0
         self.preemptions = 0
+        self.inter_token_latencies: list[float] = []
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
 
@@ -112,6 +116,7 @@ class StepRecorder(AggregateStatLoggerBase):
             self.prefix_cache_hits += scheduler_stats.prefix_cache_stats.hits
         if iteration_stats is not None:
             self.preemptions += iteration_stats.num_preempted_reqs
+            self.inter_token_latencies += iteration_stats.inter_token_latencies_iter
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

@@ -70,14 +70,15 @@ def throughput_over_budget(results: list[dict[str, Any]]) -> Any:
 
 
 def tpot_over_context(results: list[dict[str, Any]]) -> Any:
-    """Median time per output token by final context length, of every system."""
+    """Median time between two tokens by final context length, of every system."""
     lines: dict[str, list[Point]] = defaultdict(list)
     for result in filter(_grows, results):
         context = result["workload"]["input_len"] + result["workload"]["output_len"]
         for system in result["systems"]:
-            tpot = system["summary"]["median_tpot_ms"]
+            # Without the prompts that are read in between.
+            tpot = system["summary"]["median_itl_ms"]
             lines[_with_ranks(result, system["label"])].append((context, tpot))
-    return _lines(lines, "context, tokens", "TPOT, ms (median of requests)")
+    return _lines(lines, "context, tokens", "time between tokens, ms (median)")
 
 
 def concurrency_at_equal_memory(results: list[dict[str, Any]]) -> Any:

@@ -21,6 +21,7 @@ SUMMARIZED = (
     "p99_ttft_ms",
     "median_tpot_ms",
     "p99_tpot_ms",
+    "median_itl_ms",
     "preemptions",
     "peak_kv_blocks",
     "max_running_requests",
@@ -30,6 +31,7 @@ RATIOS = {
     "ratio_output_tokens_per_s": "output_throughput",
     "ratio_tpot": "median_tpot_ms",
     "ratio_ttft": "median_ttft_ms",
+    "ratio_itl": "median_itl_ms",
 }
 
 Sample = Mapping[str, Any]
@@ -66,6 +68,7 @@ def ratios(samples: Sequence[Sample], baseline: Sequence[Sample]) -> dict[str, S
     return {
         ratio: spread(ours[name] / theirs[name] for ours, theirs in pairs)
         for ratio, name in RATIOS.items()
+        if name in samples[0] and name in baseline[0]
     }
 
 
@@ -79,7 +82,11 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             "workload": _workload_name(result),
             "budget_fraction": system["budget_fraction"],
             "policy": system["system"],
-            **{k: f"{v['median']:.4f}" for k, v in system["ratios"].items()},
+            **{
+                name: f"{ratio['median']:.4f}"
+                for name, ratio in system["ratios"].items()
+                if name in FIELDS
+            },
             "preemptions": medians["preemptions"],
             "peak_blocks": medians.get("peak_kv_blocks"),
             "concurrency": medians["mean_running_requests"],

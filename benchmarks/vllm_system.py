@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from typing import Any
 
@@ -84,6 +85,7 @@ class VllmSystem:
         blocks = config.cache_config.num_gpu_blocks - 1  # without the null block
         result = serving_metrics([_times(o) for o in outputs], duration)
         return result | {
+            "median_itl_ms": 1000 * statistics.median(recorder.inter_token_latencies),
             "preemptions": recorder.preemptions,
             "peak_kv_blocks": round(recorder.kv_cache_usage * blocks),
             "kv_blocks": blocks,

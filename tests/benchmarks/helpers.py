@@ -31,6 +31,7 @@ def sample(output_throughput: float, tpot_ms: float, ttft_ms: float) -> dict[str
         "output_throughput": output_throughput,
         "median_tpot_ms": tpot_ms,
         "p99_tpot_ms": 2 * tpot_ms,
+        "median_itl_ms": 0.8 * tpot_ms,
         "median_ttft_ms": ttft_ms,
         "p99_ttft_ms": 2 * ttft_ms,
         "preemptions": 1,

@@ -40,6 +40,8 @@ def test_a_comparison_from_the_command_line(tmp_path):
     assert ours["kv_blocks"] < stock["kv_blocks"]
     assert 0 < ours["peak_kv_blocks"] <= ours["kv_blocks"]
     assert ours["preemptions"] == 0
+    # A token costs no less than a step in which nothing else happens.
+    assert 0 < ours["median_itl_ms"] <= 1.05 * ours["p99_tpot_ms"]
     assert ours["h2o"]["transitions"] == 6
     assert ours["h2o"]["tokens_evicted"] == 6 * (64 + 64 - 1 - 64)
     for sample in samples.values():
