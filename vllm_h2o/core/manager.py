@@ -45,6 +45,7 @@ class H2OManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: H2OAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
+        self.policy = kv_cache_spec.h2o
         self.budget = kv_cache_spec.layout.budget
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
@@ -74,7 +75,7 @@ class H2OManager(FullAttentionManager):
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = prefill_end
         if most_tokens > self.budget:
-            observer = first_observer(self.kv_cache_spec.h2o, prefill_end)
+            observer = first_observer(self.policy, prefill_end)
             self._first_query[request_id] = observer
 
     def prefill_end(self, request_id: str) -> int:
