@@ -56,10 +56,6 @@ OURS_TOO: list[Variant] = [
     ("tova", "tova", {}),
     ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
 ]
-FINE: list[Variant] = [
-    ("h2o, blocks of 16", "h2o", {}),
-    ("h2o uniform, blocks of 16", "h2o", {"head_budgets": "uniform"}),
-]
 LEVERS: list[Variant] = [
     (f"h2o {name}={value}", "h2o", {name: value})
     for name, value in (
@@ -165,7 +161,6 @@ def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
     for asked in (asked_later, lists):
         yield Cell(ENGINE, FULL, budget_tokens=0, **asked)
     yield from _ours(OURS[:2], 0.2, lists)
-    yield from _ours(FINE, 0.2, lists | {"block_size": 16})
     yield from _ours(OURS[2:] + OURS_TOO + LEVERS, 0.2, work)
     yield from _peers(PRESSES + PRESSES_TOO, 0.2, work)
     yield from _peers(PRESSES + PRESSES_TOO, 0.2, lists)

@@ -50,7 +50,6 @@ class Cell:
         model: A folder.
         seed: Of the questions.
         references: Folder of the full cache's log-softmax per text, or "".
-        block_size: Token slots per block of the engine.
     """
 
     system: str
@@ -69,7 +68,6 @@ class Cell:
     model: str = field(default_factory=lambda: str(ensure_model()))
     seed: int = 0
     references: str = ""
-    block_size: int = BLOCK_SIZE
 
     @property
     def name(self) -> str:

@@ -68,7 +68,7 @@ class Engine:
             max_model_len=cell.context_tokens + 64,
             enable_prefix_caching=False,
             logits_processors=["benchmarks.forcing:ForcedTokens"],
-            **ENGINE_ARGS | {"block_size": cell.block_size},
+            **ENGINE_ARGS,
             **h2o,
         )
         self.tokenizer = self.llm.get_tokenizer()
