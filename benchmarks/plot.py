@@ -103,7 +103,8 @@ def concurrency_at_equal_memory(results: list[dict[str, Any]]) -> Any:
     middle = width * (len(labels) - 1) / 2
     axes.set_xticks([g + middle for g in range(len(groups))], list(groups), rotation=20)
     axes.set_ylabel("requests running at once, same KV bytes")
-    axes.legend()
+    axes.margins(y=0.2)  # room for the legend
+    axes.legend(ncols=len(labels), loc="upper center")
     return figure
 
 

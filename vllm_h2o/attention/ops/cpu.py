@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,72 +35,57 @@ _DTYPES = {
     torch.float16: "float16",
 }
 
-_POINTERS = (
-    "query key value output cache block_table positions first_queries "
-    "head_layouts head_offsets head_columns"
-).split()
-_INTEGERS = (
-    "num_rows num_heads num_kv_heads head_size block_size "
-    "query_stride key_stride value_stride output_stride "
-    "block_table_stride page_stride state_offset "
-    "budget heavy_slots pinned_slots head_blocks largest_budget "
-    "whole_blocks score_mean num_threads"
-).split()
-_FLOATS = "scale softcap score_decay".split()
+
+def _fields(pointers: str, integers: str, floats: str = "") -> list[tuple[str, Any]]:
+    """Of a structure that has its pointers first and its floats last."""
+    kinds = (
+        (pointers, ctypes.c_void_p),
+        (integers, ctypes.c_int64),
+        (floats, ctypes.c_float),
+    )
+    return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
 class _Args(ctypes.Structure):
     """Mirror of `h2o_decode_args` in decode.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _INTEGERS),
-        *((name, ctypes.c_float) for name in _FLOATS),
-    ]
+    _fields_ = _fields(
+        "query key value output cache block_table positions first_queries "
+        "head_layouts head_offsets head_columns",
+        "num_rows num_heads num_kv_heads head_size block_size "
+        "query_stride key_stride value_stride output_stride "
+        "block_table_stride page_stride state_offset "
+        "budget heavy_slots pinned_slots head_blocks largest_budget "
+        "whole_blocks score_mean num_threads",
+        "scale softcap score_decay",
+    )
 
 
 class _CompressArgs(ctypes.Structure):
     """Mirror of `h2o_compress_args` in decode.c."""
 
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in "source_blocks positions slots scores".split()
-        ),
-        ("num_tokens", ctypes.c_int64),
-        ("most", ctypes.c_int64),
-    ]
+    _fields_ = _fields("source_blocks positions slots scores", "num_tokens most")
 
 
 class _ChooseArgs(ctypes.Structure):
     """Mirror of `h2o_choose_args` in choose.h."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "scores layouts positions slots".split()),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "num_kv_heads num_tokens scores_stride most "
-                "sinks first_query score_mean num_threads"
-            ).split()
-        ),
-    ]
+    _fields_ = _fields(
+        "scores layouts positions slots",
+        "num_kv_heads num_tokens scores_stride most "
+        "sinks first_query score_mean num_threads",
+    )
 
 
 class _ObserveArgs(ctypes.Structure):
     """Mirror of `h2o_observe_args` in decode.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "query cache blocks scores".split()),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "num_queries num_heads num_kv_heads head_size block_size "
-                "query_stride scores_stride page_stride first_position num_threads"
-            ).split()
-        ),
-        *((name, ctypes.c_float) for name in _FLOATS),
-    ]
+    _fields_ = _fields(
+        "query cache blocks scores",
+        "num_queries num_heads num_kv_heads head_size block_size "
+        "query_stride scores_stride page_stride first_position num_threads",
+        "scale softcap score_decay",
+    )
 
 
 def decode_resident(
