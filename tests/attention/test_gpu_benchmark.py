@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+from benchmarks.gpu.__main__ import targets
+
 # The benchmark promises to need torch and triton only.
 WITHOUT_VLLM = """
 import runpy, sys
@@ -25,3 +27,4 @@ def test_every_code_path_runs(tmp_path):
     for part in ("decode", "sweep", "prompt"):
         assert all(row["us_per_layer"] > 0 for row in result[part])
     assert "targets" not in result, "interpreted times were held against targets"
+    assert len(targets(result)) == 4

@@ -37,6 +37,7 @@ CASES = {
     "block": params_of(unit="block"),
     "block mean": params_of(unit="block", mean=True, sinks=0),
     "streaming": params_of(heavy_slots=4, recent_slots=44),
+    "window alone": params_of(heavy_slots=0, recent_slots=48, sinks=0),
     "blocks of 32": params_of(block_size=32, heavy_slots=32, recent_slots=32),
     "blocks of 48": params_of(
         unit="block", sinks=0, block_size=48, heavy_slots=48, recent_slots=48
