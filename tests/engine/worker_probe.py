@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.settings import parse_settings
+from vllm_h2o.policy.layout import first_observer
 
 
 class WorkerProbe:
@@ -46,6 +49,19 @@ class WorkerProbe:
         for layer in self._layers().values():
             layer.impl.h2o = config
             layer.impl._bound = ()
+        self._scoring = config
+        if not hasattr(self, "_begin"):
+            self._begin, self._step.begin = self._step.begin, self._begin_step
+
+    def _begin_step(self, plan: ResidencyPlan, gone: Sequence[str]) -> None:
+        """The scheduler has its own policy: who scores here follows the worker's.
+
+        All requests are taken to outgrow the budget.
+        """
+        plan.first_queries = [
+            first_observer(self._scoring, end) for end in plan.prefill_ends
+        ]
+        self._begin(plan, gone)
 
     def probe_watch(self) -> None:
         """Remember every request's resident blocks from now on."""
