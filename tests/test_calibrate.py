@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_h2o.calibrate import GRID_SHARES, OBSERVED, measure
+from vllm_h2o.calibrate import GRID_SHARES, OBSERVED, SINKS, measure
 
 LENGTH = 2 * OBSERVED + 64
 
@@ -34,8 +34,9 @@ def test_errors_fall_and_a_head_that_writes_nothing_has_none():
     model.model.layers[0].self_attn.o_proj.weight.data[:, 64:] = 0.0
     profile = measure(model, [text(), text()], "tiny")
     assert (profile.num_layers, profile.num_kv_heads) == (2, 2)
-    assert len(profile.grid_tokens) == len(GRID_SHARES)
-    assert profile.errors[0][1] == [0.0] * len(GRID_SHARES)
+    grid = profile.grid_tokens
+    assert grid[0] == 2 * SINKS and grid[-1] == round(GRID_SHARES[-1] * LENGTH)
+    assert profile.errors[0][1] == [0.0] * len(grid)
     for layer, head in ((0, 0), (1, 0), (1, 1)):
         curve = profile.errors[layer][head]
         assert curve[0] > 2 * curve[-1] > 0.0

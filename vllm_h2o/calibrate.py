@@ -27,7 +27,9 @@ import torch
 
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
-GRID_SHARES = (0.025, 0.0375, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8)
+GRID_SHARES = (
+    0.00625, 0.0125, 0.025, 0.0375, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8,
+)  # fmt: skip
 """Budgets of the grid, as shares of the context."""
 CONTEXT_TOKENS = 2560
 OBSERVED = 128
@@ -156,7 +158,7 @@ def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfil
             f"more than {2 * OBSERVED} tokens"
         )
     (length,) = lengths
-    grid = [max(2 * SINKS, round(share * length)) for share in GRID_SHARES]
+    grid = sorted({max(2 * SINKS, round(share * length)) for share in GRID_SHARES})
     measurement = _Measurement(grid)
     AttentionInterface.register(_ATTENTION, measurement.attend)
     model.set_attn_implementation(_ATTENTION)

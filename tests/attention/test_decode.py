@@ -121,7 +121,7 @@ def test_unsupported_shapes_are_named():
 
 
 def heads_of(pages_of_layers, layer, blocks):
-    """Budgets by head over the pages of three layers, heads of 2..7 blocks."""
+    """Budgets by head over the pages of three layers, heads of 1 to 5 blocks."""
     config = H2OConfig(sinks=4)
     return HeadSlots(
         [SlotLayout.of_blocks(config, 16, n) for n in blocks[layer]],
@@ -134,7 +134,7 @@ def heads_of(pages_of_layers, layer, blocks):
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_budgets_by_head_equal_reference(layer):
     """From the step that fills the common budget on, in borrowed pages."""
-    blocks = [[2, 5, 2], [5, 2, 2], [2, 2, 5]]
+    blocks = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
     dtype, budget = torch.float32, 48
     results = []
     for op, copy in (
@@ -176,7 +176,7 @@ def test_budgets_by_head_equal_reference(layer):
 @pytest.mark.parametrize("position", [47, 199])
 def test_heads_are_chosen_for_together_as_each_alone(position):
     """Heads 0 and 2 are poor: no spans for them, whatever the others get."""
-    blocks = [[2, 5, 2, 3], [4, 1, 4, 3]]
+    blocks = [[2, 5, 1, 3], [4, 1, 5, 3]]
     config = H2OConfig(sinks=4, pooling=7, score="sum")
     pages = [Pages.view(make_cache(torch.float32, 4, 64, 16)) for _ in blocks]
     heads = heads_of(pages, 0, blocks)

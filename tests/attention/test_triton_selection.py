@@ -114,10 +114,10 @@ def test_budgets_by_head(num_tokens, distinct):
     """Each its own number of tokens, spans only for those who have room."""
     config = H2OConfig(pooling=7, observation_window=9)
     pages = empty_pages(4, 4, 64, 16, torch.float16, DEVICE)
-    blocks = [2, 7, 2, 4]
+    blocks = [2, 7, 1, 4]
     heads = HeadSlots(
         [SlotLayout.of_blocks(config, 16, n) for n in blocks],
-        lend([blocks, [4, 1, 6, 4]], 4)[0],
+        lend([blocks, [4, 1, 7, 4]], 4)[0],
         [pages, pages],
         0,
     )

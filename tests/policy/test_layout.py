@@ -59,6 +59,23 @@ def test_rounding_to_blocks(config, expected):
     assert layout.budget_blocks * 32 == layout.budget
 
 
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (H2OConfig(recent_ratio=0.35), (21, 11)),
+        (H2OConfig(recent_ratio=0.99), (4, 28)),
+        (H2OConfig(recent_ratio=0.01, sinks=0), (31, 1)),
+        (H2OConfig(recent_ratio=0.99, sinks=0), (1, 31)),
+    ],
+)
+def test_a_single_block_is_shared(config, expected):
+    """Its slots compete like those of any other heavy set."""
+    assert SlotLayout.fewest_blocks(config, 32) == 1
+    layout = SlotLayout.of_blocks(config, 32, 1)
+    assert (layout.heavy_slots, layout.recent_slots) == expected
+    assert SlotLayout.fewest_blocks(H2OConfig(sinks=17), 32) == 2
+
+
 def test_pinned_slots():
     assert SlotLayout(32, 64, 64, 4, whole_blocks=False).pinned_slots == 4
     assert SlotLayout(32, 64, 64, 4, whole_blocks=True).pinned_slots == 32

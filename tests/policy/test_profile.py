@@ -26,17 +26,18 @@ def falling(start):
     ),
     st.integers(2, 12),
     st.integers(2, 40),
+    st.integers(1, 2),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_kv_head_spends_its_sum_and_no_page_is_used_twice(
-    starts, budget_blocks, max_blocks
+    starts, budget_blocks, max_blocks, fewest
 ):
     given_profile = profile(*[[falling(s) for s in layer] for layer in starts])
-    blocks = allocate(given_profile, 32, budget_blocks, max_blocks)
+    blocks = allocate(given_profile, 32, budget_blocks, max_blocks, fewest)
     for head in range(2):
         spent = sum(layer[head] for layer in blocks)
         assert spent == len(starts) * min(budget_blocks, max_blocks)
-    assert all(2 <= n <= max_blocks for layer in blocks for n in layer)
+    assert all(fewest <= n <= max_blocks for layer in blocks for n in layer)
     pages = lend(blocks, budget_blocks)
     for head in range(2):
         used = [page for layer in pages for page in layer[head]]
@@ -53,11 +54,12 @@ def test_every_kv_head_spends_its_sum_and_no_page_is_used_twice(
 def test_blocks_go_where_the_error_falls():
     flat, steep = [1e-6] * 5, falling(1.0)
     late = [1.0, 1.0, 1.0, 1.0, 1e-6]  # nothing until 1024 tokens, then all
-    assert allocate(profile([flat], [steep]), 32, 8, 64) == [[2], [14]]
-    assert allocate(profile([flat], [late]), 32, 20, 64)[1][0] >= 32
+    assert allocate(profile([flat], [steep]), 32, 8, 64, 2) == [[2], [14]]
+    assert allocate(profile([flat], [steep]), 32, 8, 64, 1) == [[1], [15]]
+    assert allocate(profile([flat], [late]), 32, 20, 64, 2)[1][0] >= 32
     # A rank's heads are decided without the others'.
-    both = allocate(profile([flat, steep], [steep, flat]), 32, 8, 64)
-    alone = allocate(profile([flat], [steep]), 32, 8, 64)
+    both = allocate(profile([flat, steep], [steep, flat]), 32, 8, 64, 1)
+    alone = allocate(profile([flat], [steep]), 32, 8, 64, 1)
     assert [layer[0] for layer in both] == [layer[0] for layer in alone]
 
 

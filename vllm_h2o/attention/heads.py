@@ -73,12 +73,14 @@ def split(
     Returns:
         One entry per evicting layer, in the order of the model.
     """
-    blocks = allocate(profile, layout.block_size, layout.budget_blocks, max_blocks)
+    size = layout.block_size
+    fewest = SlotLayout.fewest_blocks(config, size)
+    blocks = allocate(profile, size, layout.budget_blocks, max_blocks, fewest)
     blocks = [layer[kv_heads] for layer in blocks]
     pages = lend(blocks, layout.budget_blocks)
     return [
         LayerHeads(
-            [SlotLayout.of_blocks(config, layout.block_size, n) for n in blocks[i]],
+            [SlotLayout.of_blocks(config, size, n) for n in blocks[i]],
             pages[i],
             i,
             members,

@@ -112,5 +112,6 @@ def largest_budget(vllm_config: VllmConfig) -> int:
         block_size,
         layout.budget_blocks,
         cdiv(max_model_len, block_size),
+        SlotLayout.fewest_blocks(config, block_size),
     )
     return max(layout.budget, block_size * max(map(max, blocks)))

@@ -4,8 +4,9 @@
     slots [sinks, heavy_slots)       heavy hitters, won by score
     slots [heavy_slots, budget)      a ring over the last recent_slots tokens
 
-`budget`, `heavy_slots` and `recent_slots` are multiples of the block size,
-except that a policy without a heavy set has just its sinks there.
+`budget`, `heavy_slots` and `recent_slots` are multiples of the block size, except
+that a policy without a heavy set has just its sinks there, and that a head of one
+block (only among budgets by head) splits it.
 """
 
 from __future__ import annotations
@@ -56,12 +57,14 @@ class SlotLayout:
 
     @classmethod
     def of_blocks(cls, config: H2OConfig, block_size: int, blocks: int) -> SlotLayout:
-        """The layout of a budget of `blocks` whole blocks, at least two."""
+        """The layout of a budget of `blocks` whole blocks, at least `fewest_blocks`."""
         budget = blocks * block_size
         if config.keeps_heavy_set:
-            recent_blocks = int(blocks * config.recent_ratio + 0.5)
-            recent_blocks = min(max(recent_blocks, 1), blocks - 1)
-            heavy = budget - recent_blocks * block_size
+            # Both parts share a single block; of more, each has whole ones.
+            unit, least = (block_size, 1) if blocks > 1 else (1, max(config.sinks, 1))
+            units = budget // unit
+            recent = int(units * config.recent_ratio + 0.5)
+            heavy = budget - min(max(recent, 1), units - least) * unit
         else:
             heavy = config.sinks
         if config.sinks > heavy or heavy >= budget:
@@ -77,6 +80,11 @@ class SlotLayout:
             sinks=config.sinks,
             whole_blocks=config.eviction_unit == "block",
         )
+
+    @staticmethod
+    def fewest_blocks(config: H2OConfig, block_size: int) -> int:
+        """Blocks of the poorest head: one, if it holds the sinks and a half besides."""
+        return 1 if 2 * config.sinks <= block_size else 2
 
     @property
     def budget(self) -> int:

@@ -16,9 +16,6 @@ from pathlib import Path
 FILE_NAME = "h2o_heads.json"
 """Where a model's folder holds its profile."""
 
-_MIN_BLOCKS = 2
-"""Every head keeps a heavy and a recent block."""
-
 
 @dataclass(frozen=True)
 class HeadProfile:
@@ -81,7 +78,11 @@ class HeadProfile:
 
 
 def allocate(
-    profile: HeadProfile, block_size: int, budget_blocks: int, max_blocks: int
+    profile: HeadProfile,
+    block_size: int,
+    budget_blocks: int,
+    max_blocks: int,
+    fewest_blocks: int,
 ) -> list[list[int]]:
     """Spend `num_layers * budget_blocks` blocks per KV head where errors fall most.
 
@@ -93,31 +94,34 @@ def allocate(
         block_size: Tokens per block.
         budget_blocks: Blocks of a head on average.
         max_blocks: Blocks of the longest sequence; no head gets more.
+        fewest_blocks: No head gets less.
 
     Returns:
-        `[num_layers][num_kv_heads]` blocks, at least two each.
+        `[num_layers][num_kv_heads]` blocks.
     """
+    counts = range(fewest_blocks, max(max_blocks, fewest_blocks) + 1)
     columns = []
     for head in range(profile.num_kv_heads):
         curves = [
-            _curve(profile.grid_tokens, layer[head], block_size, max_blocks)
+            _curve(profile.grid_tokens, layer[head], block_size, counts)
             for layer in profile.errors
         ]
-        columns.append(_spend(curves, profile.num_layers * budget_blocks))
+        total = profile.num_layers * budget_blocks
+        columns.append(_spend(curves, total, fewest_blocks))
     return [list(layer) for layer in zip(*columns, strict=True)]
 
 
 def _curve(
-    grid: list[int], errors: list[float], block_size: int, max_blocks: int
+    grid: list[int], errors: list[float], block_size: int, counts: range
 ) -> list[float]:
-    """Error at 2, 3, ... `max_blocks` blocks: log-log interpolation, falling."""
+    """Error at each count of blocks: log-log interpolation, falling."""
     points = [
         (math.log(tokens), math.log(max(error, 1e-12)))
         for tokens, error in zip(grid, errors, strict=True)
     ]
     curve = [
         math.exp(_interpolate(points, math.log(blocks * block_size)))
-        for blocks in range(_MIN_BLOCKS, max(max_blocks, _MIN_BLOCKS) + 1)
+        for blocks in counts
     ]
     for i in range(1, len(curve)):
         curve[i] = min(curve[i], curve[i - 1])
@@ -133,18 +137,20 @@ def _interpolate(points: list[tuple[float, float]], x: float) -> float:
     return points[-1][1]
 
 
-def _spend(curves: list[list[float]], total: int) -> list[int]:
+def _spend(curves: list[list[float]], total: int, fewest: int) -> list[int]:
     """Blocks per curve, `total` together: the steepest average fall goes first.
+
+    A curve starts at `fewest` blocks.
 
     Looking ahead over several blocks is what makes a greedy choice right where a
     curve falls late.
     """
-    given = [_MIN_BLOCKS] * len(curves)
+    given = [fewest] * len(curves)
     left = total - sum(given)
     while left > 0:
         best, choice, step = 0.0, -1, 0
         for i, curve in enumerate(curves):
-            start = given[i] - _MIN_BLOCKS
+            start = given[i] - fewest
             for n in range(1, min(left, len(curve) - 1 - start) + 1):
                 fall = (curve[start] - curve[start + n]) / n
                 if fall > best:
@@ -153,7 +159,7 @@ def _spend(curves: list[list[float]], total: int) -> list[int]:
             break
         given[choice] += step
         left -= step
-    _spread(given, left, most=len(curves[0]) - 1 + _MIN_BLOCKS)
+    _spread(given, left, most=len(curves[0]) - 1 + fewest)
     return given
 
 
