@@ -58,6 +58,7 @@ class Cell:
         pool_requests: Requests that fit the pool, instead of the workload's.
         rounds: Turns of every system; each turn is a new engine.
         repeats: Measurements per turn.
+        together: Whether the systems stay up between their turns.
         tensor_parallel_size: Ranks of every engine.
         engine_args: vLLM's `EngineArgs`, over `ENGINE_ARGS`.
     """
@@ -73,6 +74,7 @@ class Cell:
     pool_requests: int | None = None
     rounds: int = 2
     repeats: int = 1
+    together: bool = False
     tensor_parallel_size: int = 1
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -126,6 +128,8 @@ class Cell:
             if value in (f.default, {}):
                 continue
             parts.append("--" + f.name.replace("_", "-"))
+            if value is True:
+                continue
             if isinstance(value, tuple):
                 parts += value
             else:
@@ -158,7 +162,8 @@ class Cell:
             max_model_len=workload.max_model_len,
             pool_blocks=workload.pool_requests * request_blocks,
             budget_tokens=workload.budget_tokens(budget) if budget else None,
-            prefix_caching=workload.prefix_len > 0,
+            prefix_caching=workload.prefix_len > 0 or workload.prompts_cached,
+            prompts_cached=workload.prompts_cached,
             repeats=self.repeats,
             engine_args=engine_args,
         )

@@ -4,8 +4,9 @@
     python -m benchmarks.compare --workloads 512+1024 --budgets 20% --rounds 3
     python -m benchmarks.compare --workloads all --baselines stock transformers
 
-Every turn is an engine in a process of its own. Prints a table per workload,
-writes a JSON per workload and adds rows to `throughput.csv`.
+Every turn is an engine in a process of its own; with `--together` all engines stay
+up and a turn is one run of the workload. Prints a table per workload, writes a JSON
+per workload and adds rows to `throughput.csv`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Cell, run_cell
+from benchmarks.live import LiveSystems
 from benchmarks.machine import engine_env
 from benchmarks.process import run_in_process
 from benchmarks.report import append_rows, rows, table
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     if not args.model:
         ensure_model()
     for cell in cells_of(args):
-        result = run_cell(cell, measure_in_process)
+        result = run(cell)
         path = save(result, cell, args.output_dir)
         print(table(result), f"written to {path}", sep="\n\n", flush=True)
 
@@ -83,6 +85,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_cell_args(parser)
     parser.add_argument("--tensor-parallel-size", type=int, default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--together", action="store_true", help="engines stay up between their turns"
+    )
     return parser.parse_args(argv)
 
 
@@ -100,6 +105,14 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     for cell in cells:
         cell.check()
     return cells
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """Let the systems of a cell take turns on this machine."""
+    if not cell.together:
+        return run_cell(cell, measure_in_process)
+    with LiveSystems(engine_env(cell.tensor_parallel_size)) as measure:
+        return run_cell(cell, measure)
 
 
 def measure_in_process(job: Job) -> list[dict[str, Any]]:

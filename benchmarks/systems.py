@@ -47,6 +47,7 @@ class Job:
         pool_blocks: KV blocks of stock's pool; every system gets as many bytes.
         budget_tokens: Token slots per request, for what evicts.
         prefix_caching: Whether prompts may share KV blocks.
+        prompts_cached: Whether they have been read before, and are in the cache.
         repeats: How often to serve the workload with one engine.
         engine_args: vLLM's `EngineArgs` for every system; at least `dtype` and
             `block_size`.
@@ -59,6 +60,7 @@ class Job:
     pool_blocks: int
     budget_tokens: int | None = None
     prefix_caching: bool = False
+    prompts_cached: bool = False
     repeats: int = 1
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -85,6 +87,14 @@ def system_class(name: str) -> type[System]:
     return getattr(importlib.import_module(module), attribute)
 
 
+def start(given: Job) -> System:
+    """Load a job's system and warm it up."""
+    given = dataclasses.replace(given, model=given.model or str(ensure_model()))
+    system = system_class(given.system)(given)
+    warm_up(system, given.requests)
+    return system
+
+
 def warm_up(system: System, requests: list[dict[str, Any]]) -> None:
     """Run a prompt and a few tokens: kernels are built and loaded by then."""
     output_len = min(requests[0]["output_len"], _WARM_UP_TOKENS)
@@ -101,13 +111,15 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
         One measurement per repeat.
     """
     given = Job(**job)
-    given = dataclasses.replace(given, model=given.model or str(ensure_model()))
-    system = system_class(given.system)(given)
+    system = start(given)
     try:
-        warm_up(system, given.requests)
-        return [
-            system.run(given.requests) | {"hardware": hardware()}
-            for _ in range(given.repeats)
-        ]
+        return samples(system, given)
     finally:
         system.close()
+
+
+def samples(system: System, job: Job) -> list[dict[str, Any]]:
+    """Serve the workload of a job `repeats` times."""
+    return [
+        system.run(job.requests) | {"hardware": hardware()} for _ in range(job.repeats)
+    ]

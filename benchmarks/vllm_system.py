@@ -63,6 +63,8 @@ class VllmSystem:
         if self.job.prefix_caching:
             # Repeats do not profit from the one before.
             self.llm.reset_prefix_cache()
+        if self.job.prompts_cached:
+            self.llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
         self.recorder.reset()
         before = self._h2o_counters()
         start = time.perf_counter()
@@ -84,8 +86,10 @@ class VllmSystem:
         recorder, config = self.recorder, self.llm.llm_engine.vllm_config
         blocks = config.cache_config.num_gpu_blocks - 1  # without the null block
         result = serving_metrics([_times(o) for o in outputs], duration)
+        latencies = recorder.inter_token_latencies
         return result | {
-            "median_itl_ms": 1000 * statistics.median(recorder.inter_token_latencies),
+            "mean_itl_ms": 1000 * statistics.fmean(latencies),
+            "median_itl_ms": 1000 * statistics.median(latencies),
             "preemptions": recorder.preemptions,
             "peak_kv_blocks": round(recorder.kv_cache_usage * blocks),
             "kv_blocks": blocks,

@@ -27,6 +27,8 @@ class Workload:
             fits, both for stock and for the others.
         prefix_len: Leading tokens that all prompts share; prefix caching is on
             if there are any.
+        prompts_cached: All prompts have been read before, and are in the prefix
+            cache: what is measured then is decoding.
         varied: Lengths are drawn from a quarter of the longest to the longest,
             past the prefix, instead of all being the longest.
         budgets: Budgets to compare, in tokens (`"820"`) or of the final length.
@@ -38,6 +40,7 @@ class Workload:
     num_prompts: int = 32
     pool_requests: int = 4
     prefix_len: int = 0
+    prompts_cached: bool = False
     varied: bool = False
     budgets: tuple[str, ...] = ("10%", "20%", "50%", "100%")
 
@@ -124,6 +127,13 @@ def _growth(context: int) -> Workload:
     )
 
 
+def _prompts(length: int, *budgets: str) -> Workload:
+    # Four at once, and the first token: what time to first token is made of.
+    return Workload(
+        f"prompts-{length}", length, 2, 4, pool_requests=12, budgets=budgets
+    )
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -135,6 +145,18 @@ WORKLOADS = {
         Workload("chat", 1024, 512, prefix_len=512, varied=True),
         # Nothing to evict, memory for all: what the add-on itself costs.
         Workload("short", 128, 128, 16, pool_requests=64, budgets=("100%",)),
+        Workload(
+            "decode-4000",
+            4000,
+            128,
+            num_prompts=8,
+            pool_requests=20,
+            prompts_cached=True,
+            budgets=("20%",),
+        ),
+        _prompts(32, "100%"),
+        _prompts(128, "64", "100%"),
+        *(_prompts(length, "20%", "100%") for length in (512, 1024, 2048, 4096)),
         *(_growth(context) for context in (1024, 2048, 4096, 8192)),
     )
 }

@@ -191,3 +191,33 @@ def test_heads_are_chosen_for_together_as_each_alone(position):
         assert torch.equal(chosen.positions[head, held], positions[0])
         assert torch.equal(chosen.slots[head, held], slots)
         assert (chosen.slots[head, ~held] == -1).all()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adopting_is_compressing_without_a_choice(dtype, num_blocks):
+    """Whole pages, all tokens of which are there; both kernels."""
+    source = torch.arange(3, 3 + num_blocks, dtype=torch.int32)
+    target = source.flip(0) + 8
+    num_tokens = 16 * num_blocks
+    params = replace(params_of(), layout=SlotLayout.of_blocks(H2OConfig(), 16, 6))
+    contents = []
+    for adopt in (None, cpu.adopt, reference.adopt):
+        cache = make_cache(dtype, 3, 64, 16)
+        pages = Pages.view(cache)
+        generator = torch.Generator().manual_seed(3)
+        for part in (pages.keys, pages.values):
+            part.copy_(torch.randn(part.shape, generator=generator))
+        if adopt:
+            adopt(pages, source, target)
+        else:
+            scores = torch.zeros(3, num_tokens)
+            config, last = H2OConfig(), num_tokens - 1
+            chosen = reference.choose(scores, last, num_tokens, config, params)
+            reference.compress(pages, source, target, last, chosen, scores, params)
+        used = torch.cat([source, target]).long()
+        state = [p[target.long()] for p in (pages.scores, pages.births)]
+        contents.append([pages.keys[used], pages.values[used], *state])
+    for actual in contents[1:]:
+        for part, expected in zip(actual, contents[0], strict=True):
+            assert torch.equal(part, expected)

@@ -113,6 +113,7 @@ def test_other_backends_are_refused(config):
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):
     monkeypatch.setattr(Cuda, "device_type", "cpu")
+    monkeypatch.setattr(gpu_worker, "profile_path", lambda *args: None)
     config.scheduler_config.max_num_seqs = 7
     scratch = DecodeScratch.allocate(7, 9, 3, 64, 256, torch.device("cpu"))
     parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]

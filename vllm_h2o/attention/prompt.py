@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_h2o.attention.metadata import ObservedPrompt
-from vllm_h2o.attention.ops import DecodeParams, choose, compress, observe
+from vllm_h2o.attention.ops import DecodeParams, adopt, choose, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
@@ -30,6 +30,12 @@ def observe_prompt(
         params: The layer's constants.
     """
     plan = prompt.plan
+    if plan.prefill_end <= min(plan.first_query, params.layout.budget):
+        assert prompt.resident_blocks is not None
+        count = len(prompt.resident_blocks)
+        sources = prompt.dense_blocks[:count]
+        adopt(pages, sources, prompt.resident_blocks)
+        return
     start = max(plan.num_computed_tokens, plan.first_query)
     scores = prompt.partial.pop(layer_name, None)
     if scores is None or start == plan.first_query:

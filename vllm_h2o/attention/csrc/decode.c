@@ -59,6 +59,14 @@ typedef struct {
     int64_t num_tokens, most;
 } h2o_compress_args;
 
+/* Mirrored likewise: whole pages of a prompt that is kept whole. */
+typedef struct {
+    void *cache; /* page of block 0 */
+    const int32_t *source_blocks, *target_blocks;
+    int64_t num_blocks, num_kv_heads, block_size, page_stride, state_offset;
+    int64_t num_threads;
+} h2o_adopt_args;
+
 /* Mirrored likewise: consecutive queries over the dense pages of one request. */
 typedef struct {
     const void *query;     /* [num_queries][num_heads][head_size] */
@@ -230,6 +238,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 }
 
 #include "choose.h"
+#include "adopt.h"
 
 #define NAME h2o_decode_float32
 #define COMPRESS h2o_compress_float32

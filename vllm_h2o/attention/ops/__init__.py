@@ -232,6 +232,22 @@ def compress(
     )
 
 
+def adopt(
+    pages: Pages, source_blocks: torch.Tensor, target_blocks: torch.Tensor
+) -> None:
+    """Copy a prompt that fits the budget and was scored by nobody, page by page.
+
+    What `compress` does where there is nothing to choose: the token at position p
+    goes to slot p, its score is 0.
+
+    Args:
+        pages: The layer's pages.
+        source_blocks: `[n]` int32 blocks of the prompt.
+        target_blocks: `[n]` int32 resident blocks, none of them a source.
+    """
+    _kernel(pages.scores).adopt(pages, source_blocks, target_blocks)
+
+
 def observe(
     query: torch.Tensor,
     pages: Pages,

@@ -92,6 +92,21 @@ def compress(
             target.put(what, slots, content)
 
 
+def adopt(
+    pages: Pages, source_blocks: torch.Tensor, target_blocks: torch.Tensor
+) -> None:
+    """See `vllm_h2o.attention.ops.adopt`."""
+    source, target = source_blocks.long(), target_blocks.long()
+    pages.keys[target] = pages.keys[source]
+    pages.values[target] = pages.values[source]
+    pages.scores[target] = 0.0
+    slots = torch.arange(
+        len(target) * pages.block_size, dtype=torch.int32, device=target.device
+    )
+    births = slots.view(len(target), 1, pages.block_size)
+    pages.births[target] = births.expand(-1, pages.births.shape[1], -1)
+
+
 def observe(
     query: torch.Tensor,
     pages: Pages,

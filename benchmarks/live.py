@@ -1,0 +1,92 @@
+"""Systems that stay up between their turns, each in a process of its own.
+
+A turn then is one run of the workload instead of an engine's life, so there can be
+many, and two that are compared lie seconds apart: on a machine whose speed drifts
+that tells differences of a percent. Between its turns a system is stopped by signal:
+the threads of an idle engine spin for work.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from benchmarks.process import ENGINE_ENV
+from benchmarks.systems import Job, samples, start
+
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+class LiveSystems:
+    """Measures jobs; the system of a job that it knows is up already.
+
+    Use it as a context: its end is the systems' end.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        """Systems get `env` on top of this process's environment."""
+        self._env = ENGINE_ENV | os.environ | dict(env)
+        self._live: list[tuple[Job, Any, Connection]] = []
+
+    def __enter__(self) -> LiveSystems:
+        return self
+
+    def __call__(self, job: Job) -> list[dict[str, Any]]:
+        """One turn.
+
+        Raises:
+            RuntimeError: The system's process ended; its traceback is on stderr.
+        """
+        process, connection = self._find(job)
+        try:
+            connection.send(True)
+            found = connection.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"{job.system} ended: see its error above") from error
+        os.killpg(process.pid, signal.SIGSTOP)
+        return found
+
+    def _find(self, job: Job) -> tuple[Any, Connection]:
+        for known, process, connection in self._live:
+            if known == job:
+                os.killpg(process.pid, signal.SIGCONT)
+                return process, connection
+        ours, theirs = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_serve, args=(job, theirs, dict(self._env)))
+        process.start()
+        theirs.close()
+        self._live.append((job, process, ours))
+        return process, ours
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for _, process, connection in self._live:
+            connection.close()
+            if process.is_alive():
+                os.killpg(process.pid, signal.SIGCONT)
+            process.join()
+
+
+def _serve(job: Job, connection: Connection, env: dict[str, str]) -> None:
+    """Inside the process: a run per message, until there are no more."""
+    # Of its own, to be stopped; in the parent's session still, so that the kernel
+    # ends what is stopped when the parent dies.
+    os.setpgrp()
+    os.environ.update(env)
+    system = start(job)
+    try:
+        while connection.recv():
+            connection.send(samples(system, job))
+    except EOFError:
+        pass
+    finally:
+        system.close()
