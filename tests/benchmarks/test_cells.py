@@ -21,7 +21,7 @@ def cells(command):
     [
         Cell("512+1024"),
         Cell("chat", ("20%", "400"), ("h2o", "tova"), ("stock", "transformers")),
-        tiny_cell("/some/model", tensor_parallel_size=2, repeats=3),
+        tiny_cell("/some/model", tensor_parallel_size=2, repeats=3, together=True),
     ],
 )
 def test_the_command_repeats_the_cell(cell):
@@ -37,6 +37,7 @@ def test_any_other_option_is_another_result_file():
         Cell("short", num_prompts=3),
         Cell("short", scale=0.5),
         Cell("short", tensor_parallel_size=2),
+        Cell("short", together=True),
     ]
     assert len({cell.key() for cell in variants}) == len(variants)
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import shlex
 
 import pytest
@@ -56,3 +57,30 @@ def test_a_comparison_from_the_command_line(tmp_path):
         "h2o",
         "kvpress",
     ]
+
+
+def test_engines_that_stay_up_and_prompts_that_were_read_before(tmp_path):
+    """Two turns each of two engines; they share nothing but the machine."""
+    model = save_llama(tmp_path / "model")
+    cell = tiny_cell(
+        model, workload="decode-4000", budgets=("64",), rounds=2, together=True,
+        pool_requests=20,
+    )  # fmt: skip
+    result = compare.run(cell)
+    assert not multiprocessing.active_children(), "an engine is still there"
+    prompt = cell.resolve_workload().input_len
+    for system in result["systems"]:
+        assert len(system["samples"]) == 2
+        for sample in system["samples"]:
+            assert sample["completed"] == 6
+            # All of a prompt but its last block, or what H2O's window needs.
+            assert sample["prefix_cache_hits"] >= 6 * (prompt - 64 - 32)
+    assert result["systems"][1]["samples"][1]["h2o"]["transitions"] == 6
+
+
+def test_a_system_that_ends_is_named(tmp_path, capfd):
+    model = save_llama(tmp_path / "model")
+    cell = tiny_cell(model, together=True, engine_args={"max_num_seqs": 0})
+    with pytest.raises(RuntimeError, match="stock ended"):
+        compare.run(cell)
+    assert "max_num_seqs" in capfd.readouterr().err
