@@ -100,7 +100,7 @@ class DecodeParams:
     mean: bool
     heads: HeadSlots | None = None
 
-    @property
+    @cached_property
     def largest_budget(self) -> int:
         """Most slots that a KV head ever has."""
         own = self.heads.layouts if self.heads else ()

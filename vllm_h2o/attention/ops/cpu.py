@@ -306,7 +306,7 @@ def _slot_args(
         "page_stride": pages.page_stride,
         "state_offset": pages.state_offset,
         "budget": layout.budget,
-        "largest_budget": layout.budget,
+        "largest_budget": params.largest_budget,
         "heavy_slots": layout.heavy_slots,
         "pinned_slots": layout.pinned_slots,
         "whole_blocks": layout.whole_blocks,
@@ -320,7 +320,6 @@ def _slot_args(
             "head_offsets": heads.offsets.data_ptr(),
             "head_columns": heads.columns.data_ptr(),
             "head_blocks": heads.columns.shape[1],
-            "largest_budget": max(layout.budget, *(x.budget for x in heads.layouts)),
         }
     return args
 
