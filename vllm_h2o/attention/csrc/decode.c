@@ -186,13 +186,16 @@ static inline int64_t h2o_logits_stride(const h2o_observe_args *a) {
     return h2o_round_up(a->first_position + a->num_queries, a->block_size) + 16;
 }
 
-/* Rows of prompt logits that fit H2O_SCRATCH_BYTES, whole register tiles. */
+/* Rows of prompt logits that fit H2O_SCRATCH_BYTES, whole register tiles; no more
+ * than what leaves a tile for every thread. */
 static inline int64_t h2o_tile_rows(const h2o_observe_args *a) {
     const int64_t all = a->num_queries * (a->num_heads / a->num_kv_heads);
+    const int64_t share = h2o_round_up((all + a->num_threads - 1) / a->num_threads,
+                                       H2O_ROWS);
     int64_t rows = H2O_SCRATCH_BYTES / (int64_t)sizeof(float) / h2o_logits_stride(a);
     rows = rows / H2O_ROWS * H2O_ROWS;
     if (rows < H2O_ROWS) rows = H2O_ROWS;
-    return rows < all ? rows : h2o_round_up(all, H2O_ROWS);
+    return rows < share ? rows : share;
 }
 
 /* x[0..count) -> e^(x - highest); returns their sum. */
@@ -205,36 +208,40 @@ static inline float h2o_exps(float *restrict x, int64_t count, float highest) {
     return sum;
 }
 
-/* logits[0..visible) -> weight * softmax; then zeros up to `length`. */
-static inline void h2o_weighted_softmax(float *restrict logits, int64_t visible,
-                                        int64_t length, float softcap, float weight) {
+/* logits[0..visible) -> x with weight * softmax = returned value * x; then zeros up
+ * to `length`. */
+static inline float h2o_weighted_softmax(float *restrict logits, int64_t visible,
+                                         int64_t length, float softcap, float weight) {
     if (softcap > 0.0f) h2o_softcap(logits, visible, softcap);
     const float highest = h2o_highest(logits, visible, -FLT_MAX);
     weight /= h2o_exps(logits, visible, highest);
-    for (int64_t i = 0; i < visible; ++i) logits[i] *= weight;
     for (int64_t i = visible; i < length; ++i) logits[i] = 0.0f;
+    return weight;
 }
 
-/* sums[0..length) += the sum of the rows. */
-static inline void h2o_add_columns(const float *restrict rows, int64_t count,
-                                   int64_t stride, int64_t length,
+/* sums[0..length) += the sum of the rows, each times its factor. */
+static inline void h2o_add_columns(const float *restrict rows, const float *factors,
+                                   int64_t count, int64_t stride, int64_t length,
                                    float *restrict sums) {
     int64_t r = 0;
     for (; r + 4 <= count; r += 4) {
-        const float *restrict p = rows + r * stride;
+        const float *restrict p = rows + r * stride, *f = factors + r;
         for (int64_t i = 0; i < length; ++i)
-            sums[i] += p[i] + p[stride + i] + p[2 * stride + i] + p[3 * stride + i];
+            sums[i] += f[0] * p[i] + f[1] * p[stride + i] + f[2] * p[2 * stride + i] +
+                       f[3] * p[3 * stride + i];
     }
     for (; r < count; ++r)
-        for (int64_t i = 0; i < length; ++i) sums[i] += rows[r * stride + i];
+        for (int64_t i = 0; i < length; ++i)
+            sums[i] += factors[r] * rows[r * stride + i];
 }
 
 /* scores += the parts [num_kv_heads][num_parts][num_keys]. */
 static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
                           int64_t num_parts, int64_t num_keys) {
-    for (int64_t head = 0; head < a->num_kv_heads; ++head)
-        h2o_add_columns(parts + head * num_parts * num_keys, num_parts, num_keys,
-                        num_keys, a->scores + head * a->scores_stride);
+    for (int64_t i = 0; i < a->num_kv_heads * num_parts; ++i) {
+        float *restrict scores = a->scores + i / num_parts * a->scores_stride;
+        for (int64_t t = 0; t < num_keys; ++t) scores[t] += parts[i * num_keys + t];
+    }
 }
 
 #include "choose.h"

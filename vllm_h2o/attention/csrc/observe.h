@@ -25,6 +25,7 @@ typedef struct {
     int64_t stride;                             /* of logits, in elements */
     float *query;                               /* [tile rows][head_size], scaled */
     float *logits;                              /* [tile rows][stride] */
+    float *factors;                             /* [tile rows] of the logits' exps */
 } CAT(h2o_tile, OBSERVE);
 #define TILE CAT(h2o_tile, OBSERVE)
 
@@ -70,10 +71,11 @@ static void FN(observe_tile)(const TILE *t, float *sums) {
             a->score_decay == 1.0f
                 ? 1.0f
                 : powf(a->score_decay, (float)(a->num_queries - 1 - q));
-        h2o_weighted_softmax(t->logits + r * t->stride, a->first_position + q + 1,
-                             t->visible, a->softcap, weight);
+        t->factors[r] =
+            h2o_weighted_softmax(t->logits + r * t->stride, a->first_position + q + 1,
+                                 t->visible, a->softcap, weight);
     }
-    h2o_add_columns(t->logits, t->num_rows, t->stride, t->visible, sums);
+    h2o_add_columns(t->logits, t->factors, t->num_rows, t->stride, t->visible, sums);
 }
 
 /* Every `step`-th tile of a head from `first` on, into sums [num_tokens]. */
@@ -85,6 +87,7 @@ static void FN(observe_tiles)(const h2o_observe_args *a, int64_t head, int64_t f
     TILE t = {.a = a, .head = head, .query = scratch};
     t.logits = scratch + tile_rows * a->head_size;
     t.stride = h2o_logits_stride(a);
+    t.factors = t.logits + tile_rows * t.stride;
     for (int64_t row = first * tile_rows; row < num_rows; row += step * tile_rows) {
         t.first_row = row;
         t.num_rows = num_rows - row < tile_rows ? num_rows - row : tile_rows;
@@ -102,7 +105,7 @@ int OBSERVE(const h2o_observe_args *a) {
 #pragma omp parallel num_threads(a->num_threads) if (!failed)
     {
         float *scratch = malloc(sizeof(float) * tile_rows *
-                                (a->head_size + h2o_logits_stride(a)));
+                                (a->head_size + h2o_logits_stride(a) + 1));
         if (!scratch) {
 #pragma omp atomic write
             failed = 1;
