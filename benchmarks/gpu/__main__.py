@@ -61,9 +61,11 @@ def parse_args() -> argparse.Namespace:
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     """What issue 5 asks for, beside what was measured."""
+    from benchmarks.gpu.decode import CONTEXT, PLAIN, SCORED
     from benchmarks.gpu.prompt import SCORING_AND_TRANSITION
 
-    scored, plain, context, _ = result["decode"]
+    decode = {row["kernel"]: row for row in result["decode"]}
+    scored, plain, context = decode[SCORED], decode[PLAIN], decode[CONTEXT]
     parts = {row["part"]: row for row in result["prompt"]}
     transition = parts[SCORING_AND_TRANSITION]
     cost = scored["us_per_layer"] / plain["us_per_layer"] - 1

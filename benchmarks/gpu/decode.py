@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.measure import microseconds
-from benchmarks.gpu.prompt import params_of
+from benchmarks.gpu.prompt import params_of, uneven_heads
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
 from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
 
 Row = dict[str, Any]
+
+SCORED, PLAIN = "resident, scores and graduation", "resident, neither"
+CONTEXT = "full context, torch SDPA"
 
 
 def measure_all(sizes: Sizes, device: torch.device, copy_gb_per_s: float) -> list[Row]:
@@ -25,12 +28,14 @@ def measure_all(sizes: Sizes, device: torch.device, copy_gb_per_s: float) -> lis
     plain = resident(sizes, device, scored=False)
     context = dataclasses.replace(sizes, budget=sizes.context, num_layers=1)
     own = resident(context, device, scored=False)
+    uneven = resident(sizes, device, scored=True, by_head=True)
     sdpa = full_attention(sizes, device)
     rows = []
     for name, slots, duration in (
-        ("resident, scores and graduation", sizes.budget, scored),
-        ("resident, neither", sizes.budget, plain),
-        ("full context, torch SDPA", sizes.context, sdpa),
+        (SCORED, sizes.budget, scored),
+        (PLAIN, sizes.budget, plain),
+        ("resident, budgets by head", sizes.budget, uneven),
+        (CONTEXT, sizes.context, sdpa),
         ("full context, our kernel", sizes.context, own),
     ):
         bandwidth = kv_bytes(sizes, slots) / duration / 1e3
@@ -54,23 +59,34 @@ def kv_bytes(sizes: Sizes, num_slots: int) -> int:
 
 
 def resident(
-    sizes: Sizes, device: torch.device, scored: bool, tuning: Tuning | None = None
+    sizes: Sizes,
+    device: torch.device,
+    scored: bool,
+    tuning: Tuning | None = None,
+    by_head: bool = False,
 ) -> float:
     """Microseconds per layer of a decode step over full budgets."""
-    params = params_of(sizes)
-    layout = params.layout
+    layout = params_of(sizes).layout
     num_blocks = sizes.num_rows * layout.budget_blocks
     layers = [
-        random_pages(num_blocks + 1, sizes, device) for _ in range(sizes.num_layers)
+        random_pages(num_blocks + 1, sizes, device)
+        for _ in range(sizes.num_kv_heads if by_head else sizes.num_layers)
     ]
+    params = [params_of(sizes)] * len(layers)
+    if by_head:
+        slots = uneven_heads(layers, sizes)
+        params = [
+            dataclasses.replace(p, heads=heads)
+            for p, heads in zip(params, slots, strict=True)
+        ]
     table = torch.randperm(num_blocks, device=device).int() + 1
     scratch = DecodeScratch.allocate(
         sizes.num_rows, sizes.num_heads, sizes.num_kv_heads, sizes.head_size,
-        layout.budget, device, tuning,
+        params[0].largest_budget, device, tuning,
     )  # fmt: skip
     rows = ResidentRows(
         table.view(sizes.num_rows, -1),
-        torch.full((sizes.num_rows,), 2 * sizes.budget, device=device),
+        torch.full((sizes.num_rows,), 2 * params[0].largest_budget, device=device),
         torch.zeros(sizes.num_rows, dtype=torch.long, device=device),
         scratch,
     )
@@ -79,11 +95,11 @@ def resident(
     output = torch.empty_like(query)
 
     def step() -> None:
-        for pages in layers:
-            decode_resident(query, key, key, pages, rows, params, output, scored=scored)
+        for pages, own in zip(layers, params, strict=True):
+            decode_resident(query, key, key, pages, rows, own, output, scored=scored)
         rows.positions.add_(1)
 
-    return microseconds(step, device) / sizes.num_layers
+    return microseconds(step, device) / len(layers)
 
 
 def full_attention(sizes: Sizes, device: torch.device) -> float:

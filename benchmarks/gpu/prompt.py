@@ -90,7 +90,7 @@ def transition(
     num_layers = sizes.num_kv_heads if by_head else 1
     layers = [random_pages(num_blocks + 1, sizes, device) for _ in range(num_layers)]
     if by_head:
-        params = dataclasses.replace(params, heads=uneven_heads(layers, sizes, config))
+        params = dataclasses.replace(params, heads=uneven_heads(layers, sizes)[0])
     blocks = torch.randperm(num_blocks, device=device) + 1
     scores = torch.rand(sizes.num_kv_heads, sizes.context, device=device)
     last = sizes.context
@@ -105,19 +105,29 @@ def transition(
     return microseconds(lambda: choose(*arguments), device), microseconds(move, device)
 
 
-def uneven_heads(layers: list[Pages], sizes: Sizes, config: H2OConfig) -> HeadSlots:
+def uneven_heads(layers: list[Pages], sizes: Sizes) -> list[HeadSlots]:
     """Every layer of as many as there are heads has one rich head, each another.
 
     It gets what the others save of half of their budgets, in pages of all layers.
     """
+    assert len(layers) == sizes.num_kv_heads
+    config = H2OConfig()
     common, num_heads = sizes.budget // sizes.block_size, sizes.num_kv_heads
     poor = max(common // 2, 2)
     rich = common + (num_heads - 1) * (common - poor)
     blocks = [
         [poor] * i + [rich] + [poor] * (num_heads - 1 - i) for i in range(num_heads)
     ]
-    layouts = [SlotLayout.of_blocks(config, sizes.block_size, n) for n in blocks[0]]
-    return HeadSlots(layouts, lend(blocks, common)[0], layers, 0)
+    pages = lend(blocks, common)
+    return [
+        HeadSlots(
+            [SlotLayout.of_blocks(config, sizes.block_size, n) for n in blocks[i]],
+            pages[i],
+            layers,
+            i,
+        )
+        for i in range(num_heads)
+    ]
 
 
 def params_of(sizes: Sizes) -> DecodeParams:

@@ -24,6 +24,7 @@ def test_every_code_path_runs(tmp_path):
     kinds = {row["check"].split(":")[0] for row in result["correctness"]}
     assert kinds >= {"window", "transition", "selection", "step"}
     assert any("by head" in row["part"] for row in result["prompt"])
+    assert any("by head" in row["kernel"] for row in result["decode"])
     for part in ("decode", "sweep", "prompt"):
         assert all(row["us_per_layer"] > 0 for row in result[part])
     assert "targets" not in result, "interpreted times were held against targets"
