@@ -127,11 +127,9 @@ def _growth(context: int) -> Workload:
     )
 
 
-def _prompts(length: int, *budgets: str) -> Workload:
-    # Four at once, and the first token: what time to first token is made of.
-    return Workload(
-        f"prompts-{length}", length, 2, 4, pool_requests=12, budgets=budgets
-    )
+def _prompt(length: int, *budgets: str) -> Workload:
+    # One request: its time to first token is its prompt's step and nothing else.
+    return Workload(f"prompt-{length}", length, 8, 1, pool_requests=4, budgets=budgets)
 
 
 WORKLOADS = {
@@ -154,9 +152,9 @@ WORKLOADS = {
             prompts_cached=True,
             budgets=("20%",),
         ),
-        _prompts(32, "100%"),
-        _prompts(128, "64", "100%"),
-        *(_prompts(length, "20%", "100%") for length in (512, 1024, 2048, 4096)),
+        _prompt(32, "100%"),
+        _prompt(128, "64", "100%"),
+        *(_prompt(length, "20%", "100%") for length in (512, 1024, 2048, 4096)),
         *(_growth(context) for context in (1024, 2048, 4096, 8192)),
     )
 }

@@ -32,6 +32,7 @@ class ObservedPrompt:
         resident_blocks: `[num_resident]` int32 block ids in the transition
             step, else None.
         partial: Scores of earlier steps.
+        later: What is left to do when all layers have run; takes more.
     """
 
     tokens: slice
@@ -39,6 +40,7 @@ class ObservedPrompt:
     dense_blocks: torch.Tensor
     resident_blocks: torch.Tensor | None
     partial: PartialScores
+    later: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass
@@ -120,6 +122,8 @@ class StepRows:
     def __init__(self) -> None:
         self.request_ids: Callable[[], Sequence[str]] = tuple
         """Returns the request ids in the row order of the batch."""
+        self.later: list[Callable[[], None]] = []
+        """What is left to do when all layers have run."""
         self._plan: ResidencyPlan | None = None
         self._partial: dict[str, PartialScores] = {}
 
@@ -134,9 +138,15 @@ class StepRows:
         for request_id in gone:
             self._partial.pop(request_id, None)
 
+    def finish(self) -> None:
+        """Do what is left, after the last layer."""
+        for work in self.later:
+            work()
+
     def end(self) -> None:
-        """Finish the step: what runs now is a dummy run."""
+        """Forget the step: what runs now is a dummy run."""
         self._plan = None
+        self.later.clear()
 
     @property
     def all_resident(self) -> bool:
@@ -331,6 +341,7 @@ class H2OMetadataBuilder(_Stock):
                     partial=self.step.partial_scores(
                         rows.request_ids[i], keep=not row.is_transition
                     ),
+                    later=self.step.later,
                 )
             )
         return observed

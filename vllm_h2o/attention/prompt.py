@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from vllm_h2o.attention.metadata import ObservedPrompt
@@ -31,10 +35,7 @@ def observe_prompt(
     """
     plan = prompt.plan
     if plan.prefill_end <= min(plan.first_query, params.layout.budget):
-        assert prompt.resident_blocks is not None
-        count = len(prompt.resident_blocks)
-        sources = prompt.dense_blocks[:count]
-        adopt(pages, sources, prompt.resident_blocks)
+        _after_the_layers(prompt, adopt_prompt, pages, prompt)
         return
     start = max(plan.num_computed_tokens, plan.first_query)
     scores = prompt.partial.pop(layer_name, None)
@@ -48,7 +49,35 @@ def observe_prompt(
     if prompt.resident_blocks is None:
         prompt.partial[layer_name] = scores
     else:
-        compress_prompt(scores, pages, prompt, config, params)
+        _after_the_layers(
+            prompt, compress_prompt, scores, pages, prompt, config, params
+        )
+
+
+def _after_the_layers(
+    prompt: ObservedPrompt, work: Callable[..., None], *args: Any
+) -> None:
+    """On CPU do what only the next step needs when all layers have run.
+
+    One layer after the other it finds its code and tables in the caches, between two
+    matrix products it does not. A GPU's launches gain nothing, and its memory is dear.
+    """
+    if prompt.dense_blocks.is_cpu:
+        prompt.later.append(functools.partial(work, *args))
+    else:
+        work(*args)
+
+
+def adopt_prompt(pages: Pages, prompt: ObservedPrompt) -> None:
+    """Copy a prompt that nobody scores and that fits the budget.
+
+    Args:
+        pages: The layer's pages.
+        prompt: The row, in its transition step.
+    """
+    assert prompt.resident_blocks is not None
+    count = len(prompt.resident_blocks)
+    adopt(pages, prompt.dense_blocks[:count], prompt.resident_blocks)
 
 
 def compress_prompt(
