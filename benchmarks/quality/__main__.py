@@ -59,7 +59,7 @@ OURS_TOO: list[Variant] = [
 LEVERS: list[Variant] = [
     (f"h2o {name}={value}", "h2o", {name: value})
     for name, value in (
-        ("sinks", 0),
+        ("sinks", 4),
         ("recent_ratio", 0.5),
         ("score", "sum"),
         ("observation_window", "all"),

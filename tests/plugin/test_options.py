@@ -355,7 +355,6 @@ def test_config_reaches_the_engine_config(model_of):
     expected = H2OConfig(
         policy="snapkv",
         budget="25%",
-        sinks=0,
         observation_window=32,
         pooling=7,
         score="mean",
@@ -383,7 +382,7 @@ def test_presets_and_overrides():
     assert resolve_config(None, None, {}) is None
     assert resolve_config("full", None, {}) is None
     assert resolve_config(None, True, {}) == PRESETS["h2o"]
-    assert resolve_config("h2o", True, {"sinks": 0}).sinks == 0
+    assert resolve_config("h2o", True, {"sinks": 2}).sinks == 2
     for name, preset in PRESETS.items():
         assert preset.policy == name
         assert resolve_config(name, None, {"budget": "512"}).budget == 512
@@ -396,13 +395,13 @@ def parser():
 def test_command_line():
     line = (
         f"--model {MODEL} --kv-policy h2o --h2o-budget 20% --h2o-recent-ratio 0.25 "
-        "--h2o-sinks 0 --h2o-observation-window all --h2o-pooling 1 --h2o-score sum "
+        "--h2o-sinks 3 --h2o-observation-window all --h2o-pooling 1 --h2o-score sum "
         "--h2o-score-decay 0.9 --h2o-eviction-unit block --h2o-head-budgets uniform"
     )
     args = AsyncEngineArgs.from_cli_args(parser().parse_args(line.split()))
     config = parse_settings(args.additional_config["h2o"])
     assert config == H2OConfig(
-        "h2o", "20%", 0.25, 0, "all", 1, "sum", 0.9, "block", "uniform"
+        "h2o", "20%", 0.25, 3, "all", 1, "sum", 0.9, "block", "uniform"
     )
     args = AsyncEngineArgs.from_cli_args(
         parser().parse_args(f"--model {MODEL}".split())

@@ -28,7 +28,8 @@ class H2OConfig:
         recent_ratio: Share of the budget that the recent window takes, rounded
             to whole blocks, at least one for either part. 1.0: no heavy set,
             only sinks and recent tokens.
-        sinks: First prompt tokens that are never evicted.
+        sinks: First prompt tokens that are never evicted. Scores keep them anyway
+            (the README's rows); what has no scores needs them.
         observation_window: How many of the last prompt queries score the
             prompt; `"all"`: every one.
         pooling: Width (odd) of the max-pool over neighbouring prompt positions
@@ -49,7 +50,7 @@ class H2OConfig:
     policy: str = "h2o"
     budget: int | str = "20%"
     recent_ratio: float = 0.5
-    sinks: int = 4
+    sinks: int = 0
     observation_window: int | str = 64
     pooling: int = 15
     score: str = "mean"
@@ -169,18 +170,14 @@ PRESETS: Mapping[str, H2OConfig] = {
     "h2o": H2OConfig(recent_ratio=0.35, head_budgets=AUTO),
     "h2o-paper": H2OConfig(
         policy="h2o-paper",
-        sinks=0,
         observation_window=ALL_QUERIES,
         pooling=1,
         score="sum",
     ),
-    "snapkv": H2OConfig(
-        policy="snapkv", sinks=0, observation_window=32, pooling=7, score="sum"
-    ),
+    "snapkv": H2OConfig(policy="snapkv", observation_window=32, pooling=7, score="sum"),
     "tova": H2OConfig(
         policy="tova",
         recent_ratio=0.0,
-        sinks=0,
         observation_window=1,
         pooling=1,
         score="sum",
@@ -189,6 +186,7 @@ PRESETS: Mapping[str, H2OConfig] = {
     "streaming": H2OConfig(
         policy="streaming",
         recent_ratio=1.0,
+        sinks=4,
         observation_window=1,
         pooling=1,
         score="sum",
