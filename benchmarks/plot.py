@@ -26,6 +26,8 @@ Point = tuple[float, dict[str, float]]
 """An x, and the spread at it."""
 
 _GROWTH = "growth-"
+_TIMES = (_GROWTH, "prompt-", "decode-")
+"""Workloads of a single step's time: what they say of tokens/s means nothing."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -57,7 +59,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
 def throughput_over_budget(results: list[dict[str, Any]]) -> Any:
     """Output tokens/s over stock's, by budget; a line per workload and policy."""
     lines: dict[str, list[Point]] = defaultdict(list)
-    for result, system in _ours(result for result in results if not _grows(result)):
+    for result, system in _ours(result for result in results if not _of_times(result)):
         ratio = system["ratios"]["ratio_output_tokens_per_s"]
         lines[_name(result, system)].append((100 * system["budget_fraction"], ratio))
     figure = _lines(
@@ -85,7 +87,7 @@ def concurrency_at_equal_memory(results: list[dict[str, Any]]) -> Any:
     """Requests running at once, mean of the steps; bars grouped by workload."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     for result in results:
-        if not _grows(result):
+        if not _of_times(result):
             for system in result["systems"]:
                 reached = system["summary"]["mean_running_requests"]["median"]
                 groups[_with_ranks(result, _workload(result))][system["label"]] = (
@@ -125,6 +127,10 @@ def _ours(results: Iterable[dict[str, Any]]) -> Iterable[tuple[Any, Any]]:
 
 def _grows(result: dict[str, Any]) -> bool:
     return result["workload"]["name"].startswith(_GROWTH)
+
+
+def _of_times(result: dict[str, Any]) -> bool:
+    return result["workload"]["name"].startswith(_TIMES)
 
 
 def _workload(result: dict[str, Any]) -> str:
