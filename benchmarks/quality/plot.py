@@ -43,6 +43,9 @@ def _loss(rows: list[dict[str, str]], folder: Path) -> list[Path]:
     lines = loss_deltas(rows)
     if not lines:
         return []
+    # Beside lines, what was measured at one budget only is left to the table.
+    if any(len(points) > 1 for points in lines.values()):
+        lines = {name: points for name, points in lines.items() if len(points) > 1}
     figure, axes = _figure()
     for name, points in sorted(lines.items(), key=lambda line: line[1][0][1]):
         ours = not name.startswith(tuple(v for v in SYSTEM_LABELS.values() if v))
@@ -71,7 +74,8 @@ def _retrieval(rows: list[dict[str, str]], folder: Path) -> list[Path]:
     prefix = "exact_match_passkey_known_depth_"
     lines: dict[str, list[tuple[float, float]]] = {}
     for r in rows:
-        if r["metric"].startswith(prefix):
+        # A lever's name has its value in it; there are too many for one picture.
+        if r["metric"].startswith(prefix) and "=" not in r["policy"]:
             share = (
                 "" if r["policy"] == "full" else f" {float(r['budget_fraction']):.0%}"
             )
