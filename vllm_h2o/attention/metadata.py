@@ -138,6 +138,7 @@ class StepRows:
         for request_id in gone:
             self._partial.pop(request_id, None)
 
+    @torch.inference_mode()
     def finish(self) -> None:
         """Do what is left, after the last layer."""
         for work in self.later:
