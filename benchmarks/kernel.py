@@ -28,13 +28,13 @@ import torch
 from tqdm import tqdm
 from vllm import _custom_ops as ops
 
+from benchmarks.heads import lent_heads
 from benchmarks.machine import hardware
 from benchmarks.report import spread
 from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
-from vllm_h2o.policy.lending import lend
 
 STREAM, STOCK, OURS, BY_HEAD, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
 SYSTEMS = (STREAM, STOCK, OURS, BY_HEAD, BARE)
@@ -193,16 +193,7 @@ def _uneven_heads(
     few = max(columns // 2, 2)
     blocks = [[few, columns, 2 * columns - few], [2 * columns - few, columns, few]]
     blocks *= len(layers) // 2
-    pages = lend(blocks, columns)
-    return [
-        HeadSlots(
-            [SlotLayout.of_blocks(config, size, n) for n in blocks[i]],
-            pages[i],
-            layers,
-            i,
-        )
-        for i in range(len(layers))
-    ]
+    return [*lent_heads(layers, blocks, columns, size, config)]
 
 
 def _stream_library() -> Callable[..., int]:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from benchmarks.gpu.measure import microseconds
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
+from benchmarks.heads import lent_heads
 from vllm_h2o.attention.ops import DecodeParams, HeadSlots
 from vllm_h2o.attention.ops.triton import choose, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.lending import lend
 
 SCORING_AND_TRANSITION = "scores, selection and copy"
 """The part that issue 5's third target is about."""
@@ -111,23 +111,13 @@ def uneven_heads(layers: list[Pages], sizes: Sizes) -> list[HeadSlots]:
     It gets what the others save of half of their budgets, in pages of all layers.
     """
     assert len(layers) == sizes.num_kv_heads
-    config = H2OConfig()
     common, num_heads = sizes.budget // sizes.block_size, sizes.num_kv_heads
     poor = max(common // 2, 2)
     rich = common + (num_heads - 1) * (common - poor)
     blocks = [
         [poor] * i + [rich] + [poor] * (num_heads - 1 - i) for i in range(num_heads)
     ]
-    pages = lend(blocks, common)
-    return [
-        HeadSlots(
-            [SlotLayout.of_blocks(config, sizes.block_size, n) for n in blocks[i]],
-            pages[i],
-            layers,
-            i,
-        )
-        for i in range(num_heads)
-    ]
+    return lent_heads(layers, blocks, common, sizes.block_size, H2OConfig())
 
 
 def params_of(sizes: Sizes) -> DecodeParams:
