@@ -40,7 +40,7 @@ class ObservedPrompt:
     dense_blocks: torch.Tensor
     resident_blocks: torch.Tensor | None
     partial: PartialScores
-    later: list[Callable[[], None]] = field(default_factory=list)
+    later: list[Callable[[], None]]
 
 
 @dataclass
