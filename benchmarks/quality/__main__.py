@@ -63,6 +63,7 @@ LEVERS: list[Variant] = [
         ("recent_ratio", 0.5),
         ("score", "sum"),
         ("observation_window", "all"),
+        ("observation_window", 32),
         ("pooling", 1),
     )
 ]
@@ -169,6 +170,7 @@ def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
     yield from _peers(PRESSES, 0.2, asked_later)
     for fraction in (0.5, 0.1):
         yield from _ours(OURS, fraction, work)
+        yield from _peers(PRESSES, fraction, work)
 
 
 def _generations(base: dict) -> Iterator[Cell]:
