@@ -193,15 +193,16 @@ class Driver:
         for name, row in rows.items():
             request = self.scheduler.requests[name]
             if name in admitted:
-                # What the cache gave leaves the observation window to compute.
-                limit = 0
-                if self.window != "all":
-                    limit = max(0, row.prefill_end - int(self.window))
-                assert row.num_computed_tokens <= limit
                 assert row.prefill_end == request.num_tokens
+                # What the cache gave leaves the observation window to compute,
+                # where the budget can bind, and else the last token.
                 most = request.num_tokens + request.max_tokens
-                binds = min(most, MAX_MODEL_LEN) > self.budget
-                assert row.first_query == (limit if binds else row.prefill_end)
+                window = row.prefill_end if self.window == "all" else int(self.window)
+                if min(most, MAX_MODEL_LEN) <= self.budget:
+                    window = 0
+                assert row.first_query == max(0, row.prefill_end - window)
+                limit = min(row.first_query, row.prefill_end - 1)
+                assert row.num_computed_tokens <= limit
                 self.transitions[name] = 0
             end = row.num_computed_tokens + row.num_scheduled_tokens
             assert row.is_resident == (row.num_computed_tokens >= row.prefill_end)

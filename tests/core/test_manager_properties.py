@@ -153,6 +153,16 @@ def test_prefix_hits_leave_the_window(window, expected):
     assert row.num_computed_tokens == expected
 
 
+@pytest.mark.parametrize("window", [20, "all"])
+def test_prefix_hits_are_stocks_where_nothing_will_compete(window):
+    driver = Driver(64, window, budget=64, chunk=200)
+    prompt = list(range(100, 140))
+    driver.add(prompt, 24)
+    driver.drain()
+    name = driver.add(prompt, 24)
+    assert driver.schedule().h2o_plan.rows[name].num_computed_tokens == 32
+
+
 @pytest.mark.parametrize("window", [16, "all"])
 def test_manager_takes_what_it_announces(window):
     driver = Driver(64, window, budget=64, chunk=32)

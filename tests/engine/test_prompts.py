@@ -43,7 +43,7 @@ def test_prefix_hits_give_the_tokens_of_a_cold_cache(plain, cached, siblings):
     expected = [generate(plain, [prompt], NUM_TOKENS)[0] for prompt in siblings]
     computed = []
     for prompt, tokens in zip(siblings, expected, strict=True):
-        request_steps = watch_prefill(cached, prompt)
+        request_steps = watch_prefill(cached)
         assert generate(cached, [prompt], NUM_TOKENS)[0] == tokens
         computed.append(request_steps())
     # The first request computes everything, the others not the shared prefix,
@@ -53,14 +53,24 @@ def test_prefix_hits_give_the_tokens_of_a_cold_cache(plain, cached, siblings):
     reach = (len(siblings[2]) - 64) // BLOCK_SIZE * BLOCK_SIZE
     assert computed[2] == len(siblings[2]) - min(SHARED, reach)
     # The same prompt again: its own blocks hit, up to the window.
-    request_steps = watch_prefill(cached, siblings[0])
+    request_steps = watch_prefill(cached)
     assert generate(cached, [siblings[0]], NUM_TOKENS)[0] == expected[0]
     reach = (len(siblings[0]) - 64) // BLOCK_SIZE * BLOCK_SIZE
     assert request_steps() == len(siblings[0]) - reach
     assert_pool_whole(cached)
 
 
-def watch_prefill(llm, prompt):
+def test_a_request_within_the_budget_takes_all_hits(plain, cached):
+    (prompt,) = prompts_of(256 - NUM_TOKENS)
+    (expected,) = generate(plain, [prompt], NUM_TOKENS)
+    assert generate(cached, [prompt], NUM_TOKENS)[0] == expected
+    request_steps = watch_prefill(cached)
+    assert generate(cached, [prompt], NUM_TOKENS)[0] == expected
+    assert request_steps() == BLOCK_SIZE
+    assert_pool_whole(cached)
+
+
+def watch_prefill(llm):
     """Return a function that tells the prompt tokens computed since."""
     counted = []
     original = scheduler(llm).schedule

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
@@ -43,6 +43,10 @@ class H2OManager(FullAttentionManager):
     # A hit that ends inside a block would make its tail private by a copy.
     supports_fine_grained_hash_lookup = False
 
+    _must_run: ClassVar[int] = 0
+    """First prompt query that has to run, of the request begun last: vLLM looks hits
+    up by class, right after that, and does not say whose."""
+
     def __init__(self, kv_cache_spec: H2OAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.policy = kv_cache_spec.h2o
@@ -62,7 +66,7 @@ class H2OManager(FullAttentionManager):
     def begin_prefill(
         self, request_id: str, prefill_end: int, most_tokens: int
     ) -> None:
-        """Note where the prompt ends, before the first allocation.
+        """Note where the prompt ends, before its hits are looked up.
 
         Args:
             request_id: A request that holds no blocks here.
@@ -77,6 +81,7 @@ class H2OManager(FullAttentionManager):
         if most_tokens > self.budget:
             observer = first_observer(self.policy, prefill_end)
             self._first_query[request_id] = observer
+        H2OManager._must_run = self._first_query[request_id]
 
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""
@@ -217,17 +222,13 @@ class H2OManager(FullAttentionManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Hits that leave the observation window to be computed.
+        """Hits that leave the observation window, if it scores, to be computed.
 
         So which tokens survive never depends on what the cache happened to hold.
-        Full attention is looked up once and first, with `max_length` one token
-        short of the prompt.
         """
-        tail = kv_cache_spec.uncached_prompt_tail  # type: ignore[attr-defined]
-        max_length = 0 if tail is None else max(max_length + 1 - tail, 0)
         return super().find_longest_cache_hit(
             block_hashes,
-            max_length,
+            min(max_length, cls._must_run),
             kv_cache_group_ids,
             block_pool,
             kv_cache_spec,

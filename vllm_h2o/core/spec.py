@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
-from vllm_h2o.policy.config import ALL_QUERIES, H2OConfig
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 
 if TYPE_CHECKING:
@@ -57,14 +57,6 @@ class H2OAttentionSpec(FullAttentionSpec):
     def dense_columns(self) -> int:
         """Block table columns that are the prompt's."""
         return cdiv(self.max_model_len, self.block_size)
-
-    @property
-    def uncached_prompt_tail(self) -> int | None:
-        """Last prompt tokens whose queries must run; None: all of them."""
-        if self.h2o.observation_window == ALL_QUERIES:
-            return None
-        assert isinstance(self.h2o.observation_window, int)
-        return self.h2o.observation_window
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Columns of the worker's block table."""
