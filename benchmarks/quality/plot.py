@@ -46,7 +46,7 @@ def _loss(rows: list[dict[str, str]], folder: Path) -> list[Path]:
     # Beside lines, what was measured at one budget only is left to the table.
     if any(len(points) > 1 for points in lines.values()):
         lines = {name: points for name, points in lines.items() if len(points) > 1}
-    figure, axes = _figure()
+    figure, (axes,) = _figure()
     for name, points in sorted(lines.items(), key=lambda line: line[1][0][1]):
         ours = not name.startswith(tuple(v for v in SYSTEM_LABELS.values() if v))
         axes.plot(
@@ -67,47 +67,72 @@ def _loss(rows: list[dict[str, str]], folder: Path) -> list[Path]:
     ticks = sorted({100 * x for points in lines.values() for x, _ in points})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    return [_save(figure, axes, folder / "quality-loss.png")]
+    return [_save(figure, [axes], folder / "quality-loss.png")]
 
 
 def _retrieval(rows: list[dict[str, str]], folder: Path) -> list[Path]:
-    prefix = "exact_match_passkey_known_depth_"
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for r in rows:
-        # A lever's name has its value in it; there are too many for one picture.
-        if r["metric"].startswith(prefix) and "=" not in r["policy"]:
-            share = (
-                "" if r["policy"] == "full" else f" {float(r['budget_fraction']):.0%}"
-            )
-            depth = float(r["metric"].removeprefix(prefix))
-            lines.setdefault(name_of(r) + share, []).append((depth, float(r["value"])))
-    if not lines:
+    panels = _passkeys(rows)
+    if not panels:
         return []
-    figure, axes = _figure()
-    for name, points in lines.items():
-        xs, ys = zip(*sorted(points), strict=True)
-        axes.plot(xs, ys, marker="o", linewidth=1.5, label=name)
-    axes.set(
-        xlabel="depth of the number in the context",
-        ylabel="exact match",
-        ylim=(-0.05, 1.05),
-        title="Passkey, question known at compression",
-    )
-    return [_save(figure, axes, folder / "quality-retrieval.png")]
+    names = sorted({name for lines in panels.values() for name in lines})
+    figure, all_axes = _figure(len(panels))
+    for axes, (share, lines) in zip(all_axes, sorted(panels.items()), strict=True):
+        for name in sorted(lines, key=names.index):
+            xs, ys = zip(*sorted(lines[name]), strict=True)
+            color = f"C{names.index(name) % 10}"
+            style = "-" if names.index(name) < 10 else "--"
+            axes.plot(xs, ys, style, marker="o", linewidth=1.5, color=color, label=name)
+        axes.set(xlabel="depth of the number", ylim=(-0.05, 1.05))
+        axes.set_title(f"budget {share:.0%}")
+    all_axes[0].set_ylabel("exact match, passkey, question known")
+    return [_save(figure, all_axes, folder / "quality-retrieval.png")]
 
 
-def _figure() -> tuple[Any, Any]:
+def _passkeys(
+    rows: list[dict[str, str]],
+) -> dict[float, dict[str, list[tuple[float, float]]]]:
+    """`(depth, exact match)` by budget and by system; the full cache at each budget."""
+    prefix = "exact_match_passkey_known_depth_"
+    # A lever's name has its value in it; there are too many for one picture.
+    rows = [
+        r for r in rows if r["metric"].startswith(prefix) and "=" not in r["policy"]
+    ]
+    shares = {float(r["budget_fraction"]) for r in rows if r["policy"] != "full"}
+    panels: dict[float, dict[str, list[tuple[float, float]]]] = {}
+    for r in rows:
+        point = (float(r["metric"].removeprefix(prefix)), float(r["value"]))
+        own = shares if r["policy"] == "full" else {float(r["budget_fraction"])}
+        for share in own:
+            lines = panels.setdefault(share, {})
+            lines.setdefault(name_of(r), []).append(point)
+    return panels
+
+
+def _figure(panels: int = 1) -> tuple[Any, list[Any]]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=(9, 5))
+    size = (5 + 4 * panels, 5)
+    figure, axes = pyplot.subplots(1, panels, figsize=size, squeeze=False, sharey=True)
+    return figure, list(axes[0])
 
 
-def _save(figure: Any, axes: Any, path: Path) -> Path:
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+def _save(figure: Any, panels: list[Any], path: Path) -> Path:
+    """One legend for all panels, beside the last."""
+    labels = {}
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        handles, names = axes.get_legend_handles_labels()
+        labels |= dict(zip(names, handles, strict=True))
+    panels[-1].legend(
+        labels.values(),
+        labels.keys(),
+        fontsize=7,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+    )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
