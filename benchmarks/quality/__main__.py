@@ -63,7 +63,7 @@ LEVERS: list[Variant] = [
         ("recent_ratio", 0.5),
         ("score", "sum"),
         ("observation_window", "all"),
-        ("observation_window", 32),
+        ("observation_window", 64),
         ("pooling", 1),
     )
 ]

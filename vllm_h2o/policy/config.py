@@ -51,7 +51,7 @@ class H2OConfig:
     budget: int | str = "20%"
     recent_ratio: float = 0.5
     sinks: int = 0
-    observation_window: int | str = 64
+    observation_window: int | str = 32
     pooling: int = 15
     score: str = "mean"
     score_decay: float = 1.0
@@ -174,7 +174,7 @@ PRESETS: Mapping[str, H2OConfig] = {
         pooling=1,
         score="sum",
     ),
-    "snapkv": H2OConfig(policy="snapkv", observation_window=32, pooling=7, score="sum"),
+    "snapkv": H2OConfig(policy="snapkv", pooling=7, score="sum"),
     "tova": H2OConfig(
         policy="tova",
         recent_ratio=0.0,
