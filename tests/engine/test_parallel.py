@@ -95,7 +95,8 @@ def assert_ties(model, prompt, runs):
         profile = HeadProfile.load(model / FILE_NAME)
         blocks = allocate(profile, BLOCK, BUDGET // BLOCK, MAX_MODEL_LEN // BLOCK, 1)
         own = [[sizes_of(n) for n in layer] for layer in blocks]
-    variant = Variant(64, 15, "mean", "token", sinks=0)
+    preset = PRESETS["h2o"]
+    variant = Variant(preset.observation_window, 15, "mean", "token", sinks=0)
     sizes = sizes_of(BUDGET // BLOCK)
     dense = DenseLlama(model)
     (expected,) = generate(dense, prompt, NUM_TOKENS, [variant], sizes, own)

@@ -12,9 +12,11 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
+from vllm_h2o.policy.config import PRESETS
 
 pytestmark = pytest.mark.engine
 
+WINDOW = PRESETS["h2o"].observation_window
 OPTIONS = {"h2o_budget": 256, "max_num_batched_tokens": 2048}
 SHARED, TAIL, NUM_TOKENS = 1024, 150, 64
 
@@ -35,7 +37,7 @@ def cached():
 @pytest.fixture(scope="module")
 def siblings():
     """Prompts that share a long prefix."""
-    prefix, *tails = prompts_of(SHARED, TAIL, TAIL, 40)
+    prefix, *tails = prompts_of(SHARED, TAIL, TAIL, WINDOW - 12)
     return [prefix + tail for tail in tails]
 
 
@@ -47,15 +49,15 @@ def test_prefix_hits_give_the_tokens_of_a_cold_cache(plain, cached, siblings):
         assert generate(cached, [prompt], NUM_TOKENS)[0] == tokens
         computed.append(request_steps())
     # The first request computes everything, the others not the shared prefix,
-    # but for what the observation window of 64 queries needs.
+    # but for what the observation window needs.
     assert computed[0] == len(siblings[0])
     assert computed[1] == len(siblings[1]) - SHARED
-    reach = (len(siblings[2]) - 64) // BLOCK_SIZE * BLOCK_SIZE
+    reach = (len(siblings[2]) - WINDOW) // BLOCK_SIZE * BLOCK_SIZE
     assert computed[2] == len(siblings[2]) - min(SHARED, reach)
     # The same prompt again: its own blocks hit, up to the window.
     request_steps = watch_prefill(cached)
     assert generate(cached, [siblings[0]], NUM_TOKENS)[0] == expected[0]
-    reach = (len(siblings[0]) - 64) // BLOCK_SIZE * BLOCK_SIZE
+    reach = (len(siblings[0]) - WINDOW) // BLOCK_SIZE * BLOCK_SIZE
     assert request_steps() == len(siblings[0]) - reach
     assert_pool_whole(cached)
 
