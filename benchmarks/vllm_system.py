@@ -60,11 +60,11 @@ class VllmSystem:
             )
             for r in requests
         ]
-        if self.job.prefix_caching:
-            # Repeats do not profit from the one before.
-            self.llm.reset_prefix_cache()
         if self.job.prompts_cached:
             self.llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+        elif self.job.prefix_caching:
+            # Repeats do not profit from the one before.
+            self.llm.reset_prefix_cache()
         self.recorder.reset()
         before = self._h2o_counters()
         start = time.perf_counter()

@@ -28,7 +28,7 @@ class Workload:
         prefix_len: Leading tokens that all prompts share; prefix caching is on
             if there are any.
         prompts_cached: All prompts have been read before, and are in the prefix
-            cache: what is measured then is decoding.
+            cache.
         varied: Lengths are drawn from a quarter of the longest to the longest,
             past the prefix, instead of all being the longest.
         budgets: Budgets to compare, in tokens (`"820"`) or of the final length.
@@ -127,9 +127,16 @@ def _growth(context: int) -> Workload:
     )
 
 
-def _prompt(length: int, *budgets: str) -> Workload:
+def _prompt(length: int, *budgets: str, cached: bool = False) -> Workload:
     # One request: its time to first token is its prompt's step and nothing else.
-    return Workload(f"prompt-{length}", length, 8, 1, pool_requests=4, budgets=budgets)
+    return Workload(
+        f"{'cached' if cached else 'prompt'}-{length}",
+        length,
+        8,
+        num_prompts=1,
+        prompts_cached=cached,
+        budgets=budgets,
+    )
 
 
 WORKLOADS = {
@@ -155,6 +162,7 @@ WORKLOADS = {
         _prompt(32, "100%"),
         _prompt(128, "64", "100%"),
         *(_prompt(length, "20%", "100%") for length in (512, 1024, 2048, 4096)),
+        *(_prompt(length, "20%", "100%", cached=True) for length in (512, 4096)),
         *(_growth(context) for context in (1024, 2048, 4096, 8192)),
     )
 }
