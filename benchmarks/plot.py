@@ -26,7 +26,7 @@ Point = tuple[float, dict[str, float]]
 """An x, and the spread at it."""
 
 _GROWTH = "growth-"
-_TIMES = (_GROWTH, "prompt-", "decode-")
+_TIMES = (_GROWTH, "prompt-", "cached-", "decode-")
 """Workloads of a single step's time: what they say of tokens/s means nothing."""
 
 

@@ -26,6 +26,11 @@ def name_of(row: dict[str, str]) -> str:
     return SYSTEM_LABELS[row["system"]] + row["policy"]
 
 
+def _is_system(row: dict[str, str]) -> bool:
+    """Not a lever, whose name has its value in it: they are left to the table."""
+    return "=" not in row["policy"]
+
+
 def loss_deltas(rows: list[dict[str, str]]) -> dict[str, list[tuple[float, float]]]:
     """`(budget fraction, loss over the full cache in nats)` by system and policy."""
     rows = [r for r in rows if r["metric"] == "loss_delta_nats"]
@@ -40,7 +45,7 @@ def loss_deltas(rows: list[dict[str, str]]) -> dict[str, list[tuple[float, float
 
 
 def _loss(rows: list[dict[str, str]], folder: Path) -> list[Path]:
-    lines = loss_deltas(rows)
+    lines = loss_deltas([r for r in rows if _is_system(r)])
     if not lines:
         return []
     # Beside lines, what was measured at one budget only is left to the table.
@@ -93,10 +98,7 @@ def _passkeys(
 ) -> dict[float, dict[str, list[tuple[float, float]]]]:
     """`(depth, exact match)` by budget and by system; the full cache at each budget."""
     prefix = "exact_match_passkey_known_depth_"
-    # A lever's name has its value in it; there are too many for one picture.
-    rows = [
-        r for r in rows if r["metric"].startswith(prefix) and "=" not in r["policy"]
-    ]
+    rows = [r for r in rows if r["metric"].startswith(prefix) and _is_system(r)]
     shares = {float(r["budget_fraction"]) for r in rows if r["policy"] != "full"}
     panels: dict[float, dict[str, list[tuple[float, float]]]] = {}
     for r in rows:
