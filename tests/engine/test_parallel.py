@@ -3,35 +3,28 @@
 import pytest
 import torch
 
-from tests.engine.helpers import (
-    assert_pool_whole,
-    differences,
-    engine,
-    greedy,
-    is_tie,
-)
+from tests.engine.helpers import assert_pool_whole, engine, greedy
 from tests.engine.tiny_models import random_prompts, save_llama
-from tests.reference.dense_h2o import DenseLlama, Sizes, Variant, generate
-from vllm_h2o.policy.config import PRESETS
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 150
-PROMPTS = random_prompts(90, 300, 410, 601)
-BLOCK, BUDGET, MAX_MODEL_LEN = 32, 128, 1024
+# Ranks sum in another order than one alone, which decides ties of float32 the other
+# way. In these prompts the dense reference meets no decision closer than 2e-5 of a
+# value, with either budgets; with seed 1 it does.
+PROMPTS = random_prompts(90, 300, 410, 601, seed=2)
 
 
 def run(model, size):
     with engine(
         model,
         kv_policy="h2o",
-        h2o_budget=BUDGET,
+        h2o_budget=128,
         tensor_parallel_size=size,
         skip_tokenizer_init=True,
         max_num_batched_tokens=256,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=1024,
     ) as llm:
         llm.collective_rpc("probe_watch")
         inputs = [{"prompt_token_ids": p} for p in PROMPTS]
@@ -71,41 +64,11 @@ def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets):
     assert len({tuple(t) for t in tokens}) == len(tokens)
     assert max(len(set(t)) for t in tokens) > 10, "the model only repeats itself"
     assert tokens_2 == tokens
-    pairs = list(zip(survivors, survivors_2, strict=True))
-    tied = [i for i, (one, two) in enumerate(pairs) if one != two]
-    for i in tied:
-        assert_ties(model, PROMPTS[i], pairs[i])
-    assert len(tied) <= 1, "too many ties to be ties"
+    assert survivors_2 == survivors
     sizes = {len(head) for layer in survivors[-1] for head in layer}
     assert (len(sizes) > 1) == (budgets == "by head"), "the budgets are not as meant"
-    for i, (a, b) in enumerate(zip(logprobs, logprobs_2, strict=True)):
-        if i in tied:
-            continue  # from there on the two look at another token
+    for a, b in zip(logprobs, logprobs_2, strict=True):
         for step, step_2 in zip(a, b, strict=True):
             assert [t for t, _ in step] == [t for t, _ in step_2]
             values = [v for _, v in step_2]
             assert [v for _, v in step] == pytest.approx(values, abs=1e-4)
-
-
-def assert_ties(model, prompt, runs):
-    """Sums in another order may decide a tie the other way: one that the reference
-    calls a tie, one token for another."""
-    own = None
-    if (model / FILE_NAME).exists():
-        profile = HeadProfile.load(model / FILE_NAME)
-        blocks = allocate(profile, BLOCK, BUDGET // BLOCK, MAX_MODEL_LEN // BLOCK, 1)
-        own = [[sizes_of(n) for n in layer] for layer in blocks]
-    preset = PRESETS["h2o"]
-    variant = Variant(preset.observation_window, 15, "mean", "token", sinks=0)
-    sizes = sizes_of(BUDGET // BLOCK)
-    dense = DenseLlama(model)
-    (expected,) = generate(dense, prompt, NUM_TOKENS, [variant], sizes, own)
-    for survivors in runs:
-        wrong = differences(survivors, expected.heads)
-        assert all(map(is_tie, wrong)), "(layer, head, engine only, reference only)"
-        assert len(wrong) <= 3, "too many ties to be ties"
-
-
-def sizes_of(blocks):
-    layout = SlotLayout.of_blocks(PRESETS["h2o"], BLOCK, blocks)
-    return Sizes(layout.heavy_slots, layout.recent_slots, BLOCK)

@@ -49,9 +49,9 @@ def _save(model_cls: Any, config: Any, folder: Path) -> Path:
     return folder
 
 
-def random_prompts(*lengths: int) -> list[list[int]]:
+def random_prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
     """Prompts of random token ids."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()
         for n in lengths
