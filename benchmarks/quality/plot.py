@@ -82,10 +82,11 @@ def _retrieval(rows: list[dict[str, str]], folder: Path) -> list[Path]:
     names = sorted({name for lines in panels.values() for name in lines})
     figure, all_axes = _figure(len(panels))
     for axes, (share, lines) in zip(all_axes, sorted(panels.items()), strict=True):
-        for name in sorted(lines, key=names.index):
+        for number, name in enumerate(names):
+            if name not in lines:
+                continue
             xs, ys = zip(*sorted(lines[name]), strict=True)
-            color = f"C{names.index(name) % 10}"
-            style = "-" if names.index(name) < 10 else "--"
+            color, style = f"C{number % 10}", "-" if number < 10 else "--"
             axes.plot(xs, ys, style, marker="o", linewidth=1.5, color=color, label=name)
         axes.set(xlabel="depth of the number", ylim=(-0.05, 1.05))
         axes.set_title(f"budget {share:.0%}")

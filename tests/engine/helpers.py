@@ -104,21 +104,3 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     text = real_text()
     starts = range(0, len(text), max(lengths))
     return [text[s : s + n] for s, n in zip(starts, lengths, strict=False)]
-
-
-def differences(survivors, heads):
-    """(layer, KV head, only in the engine, only in the reference, close calls)."""
-    found = []
-    for layer, (actual, expected) in enumerate(zip(survivors, heads, strict=True)):
-        for number, (tokens, head) in enumerate(zip(actual, expected, strict=True)):
-            kept = set(head.survivors())
-            if (only := set(tokens) - kept) or kept - set(tokens):
-                missing = kept - set(tokens)
-                found.append((layer, number, only, missing, head.close_calls))
-    return found
-
-
-def is_tie(difference):
-    """One unit for another, in a decision that the reference calls close."""
-    _, _, only, missing, close_calls = difference
-    return len(only) == len(missing) and only | missing <= close_calls

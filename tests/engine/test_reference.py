@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.forcing import forced
 from benchmarks.smollm2 import ensure_model
-from tests.engine.helpers import differences, engine, generate, is_tie, prompts_of
+from tests.engine.helpers import engine, generate, prompts_of
 from tests.reference.dense_h2o import DenseLlama, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
@@ -137,8 +137,26 @@ def assert_equal(llm, prompts, expected):
     assert len(survivors) == len(prompts)
     for i, result in enumerate(expected):
         assert tokens[i] == result.tokens, f"prompt {i}"
-        wrong = differences(survivors[i], result.heads)
+        wrong = _differences(survivors[i], result.heads)
         # Equal but for ties: float32 sums in another order decide them.
-        untied = [w for w in wrong if not is_tie(w)]
+        untied = [w for w in wrong if not _is_tie(w)]
         assert not untied, f"prompt {i}, (layer, head, engine only, reference only)"
         assert len(wrong) <= 3, f"prompt {i}: too many ties to be ties"
+
+
+def _differences(survivors, heads):
+    """(layer, KV head, only in the engine, only in the reference, close calls)."""
+    found = []
+    for layer, (actual, expected) in enumerate(zip(survivors, heads, strict=True)):
+        for number, (tokens, head) in enumerate(zip(actual, expected, strict=True)):
+            kept = set(head.survivors())
+            if (only := set(tokens) - kept) or kept - set(tokens):
+                missing = kept - set(tokens)
+                found.append((layer, number, only, missing, head.close_calls))
+    return found
+
+
+def _is_tie(difference):
+    """One unit for another, in a decision that the reference calls close."""
+    _, _, only, missing, close_calls = difference
+    return len(only) == len(missing) and only | missing <= close_calls

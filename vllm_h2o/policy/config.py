@@ -174,7 +174,7 @@ PRESETS: Mapping[str, H2OConfig] = {
         pooling=1,
         score="sum",
     ),
-    "snapkv": H2OConfig(policy="snapkv", pooling=7, score="sum"),
+    "snapkv": H2OConfig(policy="snapkv", observation_window=32, pooling=7, score="sum"),
     "tova": H2OConfig(
         policy="tova",
         recent_ratio=0.0,
