@@ -41,11 +41,9 @@ def run(op, params, dtype, heads, head_size, steps, seed=0, mixed_starts=(0, 5))
     for step in range(steps):
         # Rows join late, so that each step mixes lengths.
         active = [row for row in range(num_rows) if step >= mixed_starts[row]]
-        rows = ResidentRows(
-            table[active],
-            torch.tensor([step - mixed_starts[row] for row in active]),
-            torch.tensor([3 * row for row in active]),
-        )
+        positions = torch.tensor([step - mixed_starts[row] for row in active])
+        first_queries = positions.minimum(torch.tensor([3 * row for row in active]))
+        rows = ResidentRows(table[active], positions, first_queries)
         shape = (len(active), num_heads, head_size)
         query = torch.randn(shape, generator=generator).mul(2).to(dtype)
         shape = (len(active), num_kv_heads, head_size)
@@ -193,31 +191,31 @@ def test_heads_are_chosen_for_together_as_each_alone(position):
         assert (chosen.slots[head, ~held] == -1).all()
 
 
-@pytest.mark.parametrize("num_blocks", [1, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adopting_is_compressing_without_a_choice(dtype, num_blocks):
-    """Whole pages, all tokens of which are there; both kernels."""
-    source = torch.arange(3, 3 + num_blocks, dtype=torch.int32)
-    target = source.flip(0) + 8
-    num_tokens = 16 * num_blocks
-    params = replace(params_of(), layout=SlotLayout.of_blocks(H2OConfig(), 16, 6))
-    contents = []
-    for adopt in (None, cpu.adopt, reference.adopt):
-        cache = make_cache(dtype, 3, 64, 16)
-        pages = Pages.view(cache)
-        generator = torch.Generator().manual_seed(3)
+def test_before_its_first_query_a_row_leaves_all_scores_alone():
+    """Rows that are kept whole share pages."""
+    params, dtype = params_of(), torch.float32
+    shared, own = 5, (9, 2)
+    results = []
+    for op in (reference.decode_resident, cpu.decode_resident):
+        generator = torch.Generator().manual_seed(1)
+        pages = Pages.view(make_cache(dtype, 3, 64, 16))
+        filled = [shared, *own]
         for part in (pages.keys, pages.values):
-            part.copy_(torch.randn(part.shape, generator=generator))
-        if adopt:
-            adopt(pages, source, target)
-        else:
-            scores = torch.zeros(3, num_tokens)
-            config, last = H2OConfig(), num_tokens - 1
-            chosen = reference.choose(scores, last, num_tokens, config, params)
-            reference.compress(pages, source, target, last, chosen, scores, params)
-        used = torch.cat([source, target]).long()
-        state = [p[target.long()] for p in (pages.scores, pages.births)]
-        contents.append([pages.keys[used], pages.values[used], *state])
-    for actual in contents[1:]:
-        for part, expected in zip(actual, contents[0], strict=True):
-            assert torch.equal(part, expected)
+            part[filled] = torch.randn(part[filled].shape, generator=generator)
+        rows = ResidentRows(
+            torch.tensor([[shared, block, 0] for block in own], dtype=torch.int32),
+            torch.tensor([20, 30]),
+            torch.tensor([48, 48]),
+        )
+        query = torch.randn(2, 9, 64, generator=generator)
+        key, value = torch.randn(2, 2, 3, 64, generator=generator)
+        output = torch.full_like(query, float("nan"))
+        op(query, key, value, pages, rows, params, output)
+        results.append((output, pages))
+    (expected, expected_pages), (actual, pages) = results
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert pages.scores.isnan().all()
+    for name in ("keys", "values", "births"):
+        torch.testing.assert_close(
+            getattr(pages, name), getattr(expected_pages, name), equal_nan=True
+        )

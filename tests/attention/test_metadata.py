@@ -17,7 +17,8 @@ ROWS = {
     "old": RowPlan(150, 1, 100, 80),
     "chunk": RowPlan(0, 30, 90, 70),
     "ends": RowPlan(80, 16, 96, 76),
-    "fits": RowPlan(0, 12, 12, 12),
+    "fits": RowPlan(0, 12, 12, BUDGET),
+    "whole": RowPlan(40, 1, 30, BUDGET),
     "fills": RowPlan(BUDGET, 1, 10, 0),
 }
 
@@ -86,30 +87,27 @@ def test_resident_rows_alone(scheduled):
 
 
 def test_mixed_batch():
-    batch = ["chunk", "old", "ends", "fills", "fits"]
+    batch = ["chunk", "old", "ends", "fills", "whole", "fits"]
     metadata, common, spec = build(tuple(ROWS), batch)
     resident, table = metadata.resident, common.block_table_tensor
-    assert resident.positions.tolist() == [150, BUDGET]
-    assert resident.first_queries.tolist() == [100 - WINDOW, 0]
-    first = spec.dense_columns
-    expected = table[[1, 3], first : first + BUDGET // BLOCK_SIZE]
-    assert torch.equal(resident.block_table, expected)
-    assert metadata.resident_tokens.tolist() == [30, 47]
-    prompts = [*range(30), *range(31, 47), *range(48, 60)]
+    assert resident.positions.tolist() == [150, BUDGET, 40]
+    assert resident.first_queries.tolist() == [100 - WINDOW, 0, BUDGET]
+    first, used = spec.dense_columns, BUDGET // BLOCK_SIZE
+    expected = [*table[[1, 3], first : first + used], table[4, :used]]
+    assert torch.equal(resident.block_table, torch.stack(expected))
+    assert metadata.resident_tokens.tolist() == [30, 47, 48]
+    prompts = [*range(30), *range(31, 47), *range(49, 61)]
     assert metadata.stock_tokens.tolist() == prompts
     assert metadata.stock.seq_lens.tolist() == [30, 96, 12]
-    untouched = [*range(30), -1, *range(31, 47), -1, *range(48, 60)]
+    untouched = [*range(30), -1, *range(31, 47), -1, -1, *range(49, 61)]
     assert common.slot_mapping.tolist() == untouched
-    # The chunk ends before its prompt's observation window.
-    observed, fits = metadata.observed
+    # The chunk ends before its prompt's observation window, and nobody scores where
+    # nothing will be evicted.
+    (observed,) = metadata.observed
     assert observed.plan == ROWS["ends"] and observed.tokens == slice(31, 47)
     assert observed.plan.first_query == 96 - WINDOW
     assert torch.equal(observed.dense_blocks, table[2, : 96 // BLOCK_SIZE])
-    used = BUDGET // BLOCK_SIZE
     assert torch.equal(observed.resident_blocks, table[2, first : first + used])
-    # Nobody scores where nothing will be evicted, but the prompt is still moved.
-    assert fits.plan == ROWS["fits"]
-    assert torch.equal(fits.resident_blocks, table[4, first : first + 1])
 
 
 def test_rows_of_a_plan_in_any_order():

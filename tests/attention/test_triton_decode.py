@@ -179,6 +179,18 @@ def test_padding_rows_touch_nothing():
         )
 
 
+def test_before_its_first_query_a_row_leaves_all_scores_alone():
+    """Rows that are kept whole share pages."""
+    step = make_step(params_of(), [20, 37, 45], heads=(4, 2))
+    step.rows.first_queries[:2] = 48
+    pages = check_step(step)
+    for row, scores in enumerate([False, False, True]):
+        blocks = step.rows.block_table[row].long()
+        before, after = step.pages.scores[blocks], pages.scores[blocks]
+        same = (before == after) | (before.isnan() & after.isnan())
+        assert same.all() != scores
+
+
 def test_strided_arguments():
     """Slices of wider tensors, 32-bit positions, and vLLM's CPU layout."""
     step = make_step(params_of(), [20, 53], heads=(4, 2))

@@ -93,6 +93,7 @@ class Driver:
         self.names = (f"r{i}" for i in itertools.count())
         self.token = itertools.count(1000)
         self.transitions: dict[str, int] = {}
+        self.outputs: dict[str, list[int]] = {}
 
     @property
     def manager(self) -> H2OManager:
@@ -133,10 +134,12 @@ class Driver:
         """Give the scheduler the output of the oldest step in flight."""
         output = self.in_flight.popleft()
         names = list(output.num_scheduled_tokens)
-        sampled = [
-            [next(self.token)] if row.is_resident or row.is_transition else []
-            for row in (output.h2o_plan.rows[name] for name in names)
-        ]
+        sampled: list[list[int]] = []
+        for name in names:
+            row = output.h2o_plan.rows[name]
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            sampled.append([next(self.token)] if end >= row.prefill_end else [])
+            self.outputs.setdefault(name, []).extend(sampled[-1])
         index = {name: i for i, name in enumerate(names)}
         result = ModelRunnerOutput(names, index, sampled)
         self.scheduler.update_from_output(output, result)
@@ -176,6 +179,10 @@ class Driver:
         end = manager.prefill_end(name)
         blocks = manager.req_to_blocks[name]
         computed = request.num_computed_tokens
+        if manager.is_kept_whole(name):
+            assert request.num_prompt_tokens + request.max_tokens <= self.budget
+            assert len(blocks) == -(-computed // BLOCK_SIZE)
+            return
         assert manager.is_resident(name) == (computed >= end)
         if computed >= end:
             resident = blocks[manager.dense_columns :]
@@ -196,11 +203,12 @@ class Driver:
                 assert row.prefill_end == request.num_tokens
                 # What the cache gave leaves the observation window to compute,
                 # where the budget can bind, and else the last token.
-                most = request.num_tokens + request.max_tokens
+                most = request.num_prompt_tokens + request.max_tokens
                 window = row.prefill_end if self.window == "all" else int(self.window)
+                first_query = max(0, row.prefill_end - window)
                 if min(most, MAX_MODEL_LEN) <= self.budget:
-                    window = 0
-                assert row.first_query == max(0, row.prefill_end - window)
+                    first_query = self.budget
+                assert row.first_query == first_query
                 limit = min(row.first_query, row.prefill_end - 1)
                 assert row.num_computed_tokens <= limit
                 self.transitions[name] = 0
@@ -208,10 +216,11 @@ class Driver:
             assert row.is_resident == (row.num_computed_tokens >= row.prefill_end)
             if row.is_resident:
                 assert row.num_scheduled_tokens == 1
-                assert self.transitions[name] == 1
+                assert row.is_kept_whole or self.transitions[name] == 1
             else:
                 assert end <= row.prefill_end
-                assert row.is_transition == (end == row.prefill_end)
+                ends = end == row.prefill_end and not row.is_kept_whole
+                assert row.is_transition == ends
                 self.transitions[name] += row.is_transition
 
     def assert_pool_whole(self) -> None:

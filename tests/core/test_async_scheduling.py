@@ -22,7 +22,8 @@ class AsyncDriver(Driver):
         for name, row in output.h2o_plan.rows.items():
             blocks = self.manager.req_to_blocks[name]
             dense = self.manager.dense_columns
-            part = blocks[dense:] if row.is_resident else blocks
+            moved = row.is_resident and not row.is_kept_whole
+            part = blocks[dense:] if moved else blocks
             reads[name] = {b.block_id for b in part if not b.is_null}
             assert reads[name]
         self.reads.append(reads)

@@ -131,7 +131,7 @@ def test_dense_blocks_are_gone_one_step_after_the_transition():
 
 @pytest.mark.parametrize(
     "prompt, generated, first_query",
-    [(30, 34, 30), (30, 35, 10), (64, 1, 44), (10, 60, 0)],
+    [(30, 34, 64), (30, 35, 10), (64, 1, 44), (10, 60, 0)],
 )
 def test_no_query_scores_where_nothing_will_compete(prompt, generated, first_query):
     driver = Driver(64, window=20, budget=64, chunk=200)
@@ -161,6 +161,39 @@ def test_prefix_hits_are_stocks_where_nothing_will_compete(window):
     driver.drain()
     name = driver.add(prompt, 24)
     assert driver.schedule().h2o_plan.rows[name].num_computed_tokens == 32
+
+
+def test_a_request_within_the_budget_shares_and_publishes_as_stocks_do():
+    driver = Driver(64, budget=64, chunk=200)
+    prompt = list(range(100, 132))
+    first = driver.add(prompt, 32)
+    driver.drain()
+    tokens = driver.outputs[first]
+    # The next turn: all of it hits but for the last token of the answer, which was
+    # never computed, and the block that it belongs to.
+    turn = prompt + tokens[:16]
+    names = [driver.add(turn + [7], 8), driver.add(turn + [8], 8)]
+    plan = driver.schedule().h2o_plan
+    assert [plan.rows[name].num_computed_tokens for name in names] == [48, 48]
+    blocks = [driver.manager.req_to_blocks[name] for name in names]
+    assert blocks[0][:3] == blocks[1][:3] and blocks[0][3] != blocks[1][3]
+    held = driver.pool.num_gpu_blocks - 1 - driver.pool.get_num_free_blocks()
+    assert held == 3 + 2
+    driver.drain()
+    assert driver.scheduler.h2o_stats.transitions == 0
+    driver.assert_pool_whole()
+
+
+def test_a_preempted_request_within_the_budget_stays_whole():
+    driver = Driver(64, budget=64, chunk=200)
+    name = driver.add(list(range(100, 130)), 34)
+    for _ in range(20):
+        driver.schedule()
+        driver.process()
+    driver.preempt_all()
+    row = driver.schedule().h2o_plan.rows[name]
+    assert row.prefill_end == 50 and row.is_kept_whole
+    driver.drain()
 
 
 @pytest.mark.parametrize("window", [16, "all"])
@@ -199,7 +232,7 @@ def test_manager_takes_what_it_announces(window):
 
 def test_nothing_past_the_prompt_is_published():
     driver = Driver(64, chunk=200)
-    name = driver.add(list(range(100, 131)), 20)
+    name = driver.add(list(range(100, 131)), 40)
     driver.schedule()
     # Its last dense block is still held, one token short of full.
     request = driver.scheduler.requests[name]

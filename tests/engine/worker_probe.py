@@ -54,12 +54,12 @@ class WorkerProbe:
             self._begin, self._step.begin = self._step.begin, self._begin_step
 
     def _begin_step(self, plan: ResidencyPlan, gone: Sequence[str]) -> None:
-        """The scheduler has its own policy: who scores here follows the worker's.
-
-        All requests are taken to outgrow the budget.
-        """
+        """The scheduler has its own policy: who scores here follows the worker's."""
         plan.first_queries = [
-            first_observer(self._scoring, end) for end in plan.prefill_ends
+            first_query if first_query >= end else first_observer(self._scoring, end)
+            for first_query, end in zip(
+                plan.first_queries, plan.prefill_ends, strict=True
+            )
         ]
         self._begin(plan, gone)
 
@@ -76,6 +76,8 @@ class WorkerProbe:
             rows = builder.step.rows(common.num_reqs)
             for i, request_id in enumerate(rows.request_ids):
                 row, first = rows.row(i), builder.spec.dense_columns
+                if row.is_kept_whole:
+                    continue
                 if row.is_resident or row.is_transition:
                     end = row.num_computed_tokens + row.num_scheduled_tokens
                     blocks = common.block_table_tensor[

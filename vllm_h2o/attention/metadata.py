@@ -204,6 +204,9 @@ class H2OMetadataBuilder(_Stock):
         max_rows = max(vllm_config.scheduler_config.max_num_seqs, captured)
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._first_queries = torch.zeros_like(self._positions)
+        self._block_table = torch.zeros(
+            max_rows, self.layout.budget_blocks, dtype=torch.int32, device=device
+        )
 
     def bind(self, step: StepRows, parting: Sequence[Any] = ()) -> None:
         """Connect the builder to the worker's steps.
@@ -287,17 +290,22 @@ class H2OMetadataBuilder(_Stock):
         """The rows of a batch of decodes; rows after the `first_queries` are padding.
 
         vLLM pads `seq_lens` with 0, which makes the position of padding -1.
+        Requests that are kept whole, where no query has scored yet, have their
+        blocks in the dense columns.
         """
-        first, num_rows = self.spec.dense_columns, common.num_reqs
+        num_rows, budget_blocks = common.num_reqs, self.layout.budget_blocks
         positions = self._positions[:num_rows]
         torch.sub(common.seq_lens[:num_rows], 1, out=positions)
         async_tensor_h2d(first_queries, out=self._first_queries[: len(first_queries)])
-        columns = slice(first, first + self.layout.budget_blocks)
-        return ResidentRows(
-            common.block_table_tensor[:num_rows, columns],
-            positions,
-            self._first_queries[:num_rows],
+        first_queries = self._first_queries[:num_rows]
+        table, first = common.block_table_tensor[:num_rows], self.spec.dense_columns
+        blocks = torch.where(
+            (positions < first_queries)[:, None],
+            table[:, :budget_blocks],
+            table[:, first : first + budget_blocks],
+            out=self._block_table[:num_rows],
         )
+        return ResidentRows(blocks, positions, first_queries)
 
     def _part_ways(self, common: CommonAttentionMetadata, rows: BatchRows) -> None:
         """Give heads their own slots in rows that have just filled the budget.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_h2o.attention.metadata import ObservedPrompt
-from vllm_h2o.attention.ops import DecodeParams, adopt, choose, compress, observe
+from vllm_h2o.attention.ops import DecodeParams, choose, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
@@ -34,9 +34,6 @@ def observe_prompt(
         params: The layer's constants.
     """
     plan = prompt.plan
-    if plan.prefill_end <= min(plan.first_query, params.layout.budget):
-        _after_the_layers(prompt, adopt_prompt, pages, prompt)
-        return
     start = max(plan.num_computed_tokens, plan.first_query)
     scores = prompt.partial.pop(layer_name, None)
     if scores is None or start == plan.first_query:
@@ -66,18 +63,6 @@ def _after_the_layers(
         prompt.later.append(functools.partial(work, *args))
     else:
         work(*args)
-
-
-def adopt_prompt(pages: Pages, prompt: ObservedPrompt) -> None:
-    """Copy a prompt that nobody scores and that fits the budget.
-
-    Args:
-        pages: The layer's pages.
-        prompt: The row, in its transition step.
-    """
-    assert prompt.resident_blocks is not None
-    count = len(prompt.resident_blocks)
-    adopt(pages, prompt.dense_blocks[:count], prompt.resident_blocks)
 
 
 def compress_prompt(

@@ -38,6 +38,9 @@ class H2OManager(FullAttentionManager):
 
     Once the transition step has been processed, the dense blocks are released
     and their columns become null blocks too.
+
+    A request that can not outgrow the budget is kept whole: its row is stock vLLM's,
+    dense to its end, its blocks are shared and published as stock's are.
     """
 
     # A hit that ends inside a block would make its tail private by a copy.
@@ -76,12 +79,12 @@ class H2OManager(FullAttentionManager):
                 budget nothing will compete, so no query has to score.
         """
         assert not self.req_to_blocks.get(request_id)
-        self._prefill_end[request_id] = prefill_end
-        self._first_query[request_id] = prefill_end
+        first_query = self.budget
         if most_tokens > self.budget:
-            observer = first_observer(self.policy, prefill_end)
-            self._first_query[request_id] = observer
-        H2OManager._must_run = self._first_query[request_id]
+            first_query = first_observer(self.policy, prefill_end)
+        self._prefill_end[request_id] = prefill_end
+        self._first_query[request_id] = first_query
+        H2OManager._must_run = first_query
 
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""
@@ -92,11 +95,18 @@ class H2OManager(FullAttentionManager):
         return [*map(self._prefill_end.__getitem__, request_ids)]
 
     def first_queries(self, request_ids: Iterable[str]) -> list[int]:
-        """Position of the first prompt query that scores, of each."""
+        """Position of the first query that scores, of each; see `RowPlan`."""
         return [*map(self._first_query.__getitem__, request_ids)]
+
+    def is_kept_whole(self, request_id: str) -> bool:
+        """Whether the request can not outgrow the budget."""
+        return self._first_query[request_id] >= self._prefill_end[request_id]
 
     def _required(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """Dense and resident blocks that `num_tokens` tokens need."""
+        if self.is_kept_whole(request_id):
+            assert num_tokens <= self.budget
+            return cdiv(num_tokens, self.block_size), 0
         end = self._prefill_end[request_id]
         dense = cdiv(min(num_tokens, end), self.block_size)
         resident = 0
@@ -118,6 +128,8 @@ class H2OManager(FullAttentionManager):
         """Tokens that the blocks held are enough for."""
         held = len(self.req_to_blocks[request_id])
         resident = held - self.dense_columns
+        if self.is_kept_whole(request_id):
+            return held * self.block_size
         if resident <= 0:
             return min(held * self.block_size, self._prefill_end[request_id] - 1)
         tokens = resident * self.block_size
@@ -202,9 +214,10 @@ class H2OManager(FullAttentionManager):
     # ---------------------------------------------------------- prefix caching
 
     def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
-        """Publish prompt blocks only: what comes later saw a compressed past."""
+        """Publish prompt blocks only, where what comes later saw a compressed past."""
         request_id = request.request_id
-        num_tokens = min(num_tokens, self._prefill_end[request_id])
+        if not self.is_kept_whole(request_id):
+            num_tokens = min(num_tokens, self._prefill_end[request_id])
         cached = self.num_cached_block.get(request_id, 0)
         if cached < num_tokens // self.block_size:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
@@ -250,6 +263,8 @@ class H2OManager(FullAttentionManager):
         holds_dense = self.is_resident(request_id) and blocks[0] is not null
         assert (request_id in self._releasing) == holds_dense
         if not self.is_resident(request_id):
+            if self.is_kept_whole(request_id):
+                dense = self.budget // self.block_size
             assert len(blocks) <= dense
             assert null not in blocks
             return

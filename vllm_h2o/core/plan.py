@@ -15,8 +15,8 @@ class RowPlan(NamedTuple):
         num_computed_tokens: Tokens computed before this step.
         num_scheduled_tokens: Tokens of this step.
         prefill_end: Tokens that are computed densely.
-        first_query: Position of the first prompt query that scores; `prefill_end`
-            if none has to, because the request ends within the budget.
+        first_query: Position of the first query that scores; the budget if none
+            has to, because the request ends within it.
     """
 
     num_computed_tokens: int
@@ -25,15 +25,21 @@ class RowPlan(NamedTuple):
     first_query: int
 
     @property
+    def is_kept_whole(self) -> bool:
+        """Can not outgrow its budget: decodes over the blocks of its prompt."""
+        return self.first_query >= self.prefill_end
+
+    @property
     def is_resident(self) -> bool:
-        """Decodes over its resident blocks."""
+        """Decodes, by the resident kernels."""
         return self.num_computed_tokens >= self.prefill_end
 
     @property
     def is_transition(self) -> bool:
-        """Computes the last token of its prompt in this step."""
+        """Computes the last token of its prompt in this step, and is compressed."""
         end = self.num_computed_tokens + self.num_scheduled_tokens
-        return not self.is_resident and end >= self.prefill_end
+        ends = not self.is_resident and end >= self.prefill_end
+        return ends and not self.is_kept_whole
 
 
 @dataclass
@@ -75,7 +81,7 @@ class ResidencyPlan:
 
     @property
     def all_resident(self) -> bool:
-        """Whether every request decodes over its resident blocks."""
+        """Whether every request decodes."""
         counts = zip(self.num_computed_tokens, self.prefill_ends, strict=True)
         return all(computed >= end for computed, end in counts)
 

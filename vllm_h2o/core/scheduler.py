@@ -43,8 +43,7 @@ class H2OScheduler(AsyncScheduler):
     def _get_local_prefix_cache_hit(self, request: Request):
         # Called for every request that is about to be admitted, before its
         # first allocation, also after a preemption.
-        # After a preemption more than it will have: it may score for nothing.
-        most = min(request.num_tokens + request.max_tokens, self.max_model_len)
+        most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         for manager in self.h2o_managers:
             manager.begin_prefill(request.request_id, request.num_tokens, most)
         return super()._get_local_prefix_cache_hit(request)

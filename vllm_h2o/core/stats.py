@@ -60,12 +60,15 @@ class H2OStats:
 
     def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:
         held = layout.resident_tokens
-        for computed, scheduled, end in zip(
+        for computed, scheduled, end, first_query in zip(
             plan.num_computed_tokens,
             plan.num_scheduled_tokens,
             plan.prefill_ends,
+            plan.first_queries,
             strict=True,
         ):
+            if first_query >= end:
+                continue  # kept whole
             if computed >= end:
                 if computed >= layout.budget:
                     self.tokens_evicted += scheduled

@@ -37,7 +37,7 @@ typedef struct {
     void *cache;                  /* page of block 0 */
     const int32_t *block_table;   /* [num_rows, budget_blocks] */
     const int64_t *positions;     /* [num_rows] position of the new token */
-    const int64_t *first_queries; /* [num_rows] first prompt query that scored */
+    const int64_t *first_queries; /* [num_rows] first query that scores */
     /* Heads with budgets of their own, all NULL for none: */
     const int64_t *head_layouts;  /* [num_kv_heads][2] budget, heavy slots */
     const int64_t *head_offsets;  /* [num_kv_heads][head_blocks] see h2o_slots */
@@ -59,14 +59,6 @@ typedef struct {
     int64_t num_tokens, most;
 } h2o_compress_args;
 
-/* Mirrored likewise: whole pages of a prompt that is kept whole. */
-typedef struct {
-    void *cache; /* page of block 0 */
-    const int32_t *source_blocks, *target_blocks;
-    int64_t num_blocks, num_kv_heads, block_size, page_stride, state_offset;
-    int64_t num_threads;
-} h2o_adopt_args;
-
 /* Mirrored likewise: consecutive queries over the dense pages of one request. */
 typedef struct {
     const void *query;     /* [num_queries][num_heads][head_size] */
@@ -87,6 +79,9 @@ typedef struct {
     int64_t head, budget, heavy_slots;
     int64_t position, first_query, slot;
 } h2o_slots;
+
+/* Whether the row's query scores. */
+#define H2O_SCORES(r) (H2O_TRACKS && (r)->position >= (r)->first_query)
 
 /* Heads go their own ways from the position on that outgrows the budget. */
 static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
@@ -245,7 +240,6 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 }
 
 #include "choose.h"
-#include "adopt.h"
 
 #define NAME h2o_decode_float32
 #define COMPRESS h2o_compress_float32

@@ -17,6 +17,7 @@
  *   write     : K, V of the new token -> slot(p), score 0, birth p
  *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
  *   score     : score[s] = score[s] * decay + sum_{h in g} A[h,s]
+ * A row with p < first_query leaves all scores alone: others may share its pages.
  *
  * Reference: vllm_h2o/attention/ops/reference.py.  Differences from it: the
  * softmax and sums run in another order and use a fast exp (relative error
@@ -339,7 +340,7 @@ static inline __attribute__((always_inline)) void FN(attend)(
     }
     float inverse[H2O_GROUP];
     for (int g = 0; g < group; ++g) inverse[g] = 1.0f / sums[g];
-    if (H2O_TRACKS)
+    if (H2O_SCORES(r))
         FN(add_scores)(a, r, decay, num_blocks, probs, marks, inverse, group);
     FN(write_output)(out, inverse, hs, group, output);
 }
@@ -359,7 +360,7 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
     const ELEM *value = (const ELEM *)a->value + row * a->value_stride + head * hs;
     for (int64_t d = 0; d < hs; ++d) page.key[d * bs + r->slot % bs] = key[d];
     memcpy(page.value + r->slot % bs * hs, value, hs * sizeof(ELEM));
-    page.score[r->slot % bs] = 0.0f;
+    if (H2O_SCORES(r)) page.score[r->slot % bs] = 0.0f;
     page.birth[r->slot % bs] = (int32_t)r->position;
 
     const int64_t group = a->num_heads / a->num_kv_heads;

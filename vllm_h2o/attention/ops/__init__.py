@@ -25,8 +25,8 @@ class ResidentRows:
         block_table: `[num_rows, >= budget_blocks]` int32 resident blocks.
         positions: `[num_rows]` int64 position of the new token; -1: the row is
             padding, touches no page and gets an output of 0.
-        first_queries: `[num_rows]` int64 position of the first prompt query
-            that scored.
+        first_queries: `[num_rows]` int64 position of the first query that
+            scores; a row that has not come to it leaves all scores alone.
         scratch: What the Triton kernels hand to each other, for at least these
             rows; None: made for each call.
     """
@@ -230,22 +230,6 @@ def compress(
     _kernel(scores).compress(
         pages, source_blocks, target_blocks, position, chosen, scores, params
     )
-
-
-def adopt(
-    pages: Pages, source_blocks: torch.Tensor, target_blocks: torch.Tensor
-) -> None:
-    """Copy a prompt that fits the budget and was scored by nobody, page by page.
-
-    What `compress` does where there is nothing to choose: the token at position p
-    goes to slot p, its score is 0.
-
-    Args:
-        pages: The layer's pages.
-        source_blocks: `[n]` int32 blocks of the prompt.
-        target_blocks: `[n]` int32 resident blocks, none of them a source.
-    """
-    _kernel(pages.scores).adopt(pages, source_blocks, target_blocks)
 
 
 def observe(

@@ -77,15 +77,6 @@ class _ChooseArgs(ctypes.Structure):
     )
 
 
-class _AdoptArgs(ctypes.Structure):
-    """Mirror of `h2o_adopt_args` in decode.c."""
-
-    _fields_ = _fields(
-        "cache source_blocks target_blocks",
-        "num_blocks num_kv_heads block_size page_stride state_offset num_threads",
-    )
-
-
 class _ObserveArgs(ctypes.Structure):
     """Mirror of `h2o_observe_args` in decode.c."""
 
@@ -226,27 +217,6 @@ def compress(
         raise MemoryError("the H2O compress kernel could not allocate its scratch")
 
 
-def adopt(
-    pages: Pages, source_blocks: torch.Tensor, target_blocks: torch.Tensor
-) -> None:
-    """See `vllm_h2o.attention.ops.adopt`."""
-    assert source_blocks.dtype == target_blocks.dtype == torch.int32
-    assert source_blocks.stride(0) == target_blocks.stride(0) == 1
-    assert len(source_blocks) == len(target_blocks)
-    args = _AdoptArgs(
-        cache=pages.keys.data_ptr(),
-        source_blocks=source_blocks.data_ptr(),
-        target_blocks=target_blocks.data_ptr(),
-        num_blocks=len(target_blocks),
-        num_kv_heads=pages.keys.shape[1],
-        block_size=pages.block_size,
-        page_stride=pages.page_stride,
-        state_offset=pages.state_offset,
-        num_threads=torch.get_num_threads(),
-    )
-    _library().h2o_adopt(ctypes.byref(args))
-
-
 def observe(
     query: torch.Tensor,
     pages: Pages,
@@ -360,7 +330,6 @@ def load(*flags: str) -> ctypes.CDLL:
     # it, so both share one pool of threads.
     library = ctypes.CDLL(str(target))
     library.h2o_choose.restype = ctypes.c_int
-    library.h2o_adopt.restype = None
     for dtype in _DTYPES.values():
         for name in ("decode", "compress", "observe"):
             getattr(library, f"h2o_{name}_{dtype}").restype = ctypes.c_int

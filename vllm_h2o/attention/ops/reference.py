@@ -92,21 +92,6 @@ def compress(
             target.put(what, slots, content)
 
 
-def adopt(
-    pages: Pages, source_blocks: torch.Tensor, target_blocks: torch.Tensor
-) -> None:
-    """See `vllm_h2o.attention.ops.adopt`."""
-    source, target = source_blocks.long(), target_blocks.long()
-    pages.keys[target] = pages.keys[source]
-    pages.values[target] = pages.values[source]
-    pages.scores[target] = 0.0
-    slots = torch.arange(
-        len(target) * pages.block_size, dtype=torch.int32, device=target.device
-    )
-    births = slots.view(len(target), 1, pages.block_size)
-    pages.births[target] = births.expand(-1, pages.births.shape[1], -1)
-
-
 def observe(
     query: torch.Tensor,
     pages: Pages,
@@ -153,6 +138,11 @@ class _Resident:
                 for page in params.heads.pages[head]
             ]
         self.slot = self.layout.slot(self.position)
+
+    @property
+    def scores_now(self) -> bool:
+        """Whether this query scores."""
+        return self.position >= self.first_query
 
     def page(self, what: str, number: int) -> torch.Tensor:
         """View `[block_size, ...]` of a page's `keys`, `values`, `scores`, `births`."""
@@ -209,7 +199,8 @@ class _Resident:
         number, i = divmod(self.slot, self.layout.block_size)
         self.page("keys", number)[i] = key
         self.page("values", number)[i] = value
-        self.page("scores", number)[i] = 0.0
+        if self.scores_now:
+            self.page("scores", number)[i] = 0.0
         self.page("births", number)[i] = self.position
 
     def occupied(self) -> torch.Tensor:
@@ -231,6 +222,7 @@ class _Resident:
         if params.softcap > 0.0:
             logits = params.softcap * torch.tanh(logits / params.softcap)
         probs = logits.softmax(dim=1)
-        scores = self.get("scores", slots) * params.score_decay + probs.sum(dim=0)
-        self.put("scores", slots, scores)
+        if self.scores_now:
+            scores = self.get("scores", slots) * params.score_decay
+            self.put("scores", slots, scores + probs.sum(dim=0))
         return probs @ values

@@ -4,7 +4,6 @@ Needs torch and triton, not vLLM. Nothing outside this package imports triton.
 Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from vllm_h2o.attention.ops.reference import adopt  # copies: torch has kernels
 from vllm_h2o.attention.ops.triton.launch import (
     DecodeScratch,
     Tuning,
@@ -18,7 +17,6 @@ from vllm_h2o.attention.ops.triton.transition import compress
 __all__ = [
     "DecodeScratch",
     "Tuning",
-    "adopt",
     "check_supported",
     "choose",
     "compress",

@@ -19,7 +19,7 @@ from vllm_h2o.attention.ops.triton.slots import (
 def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
-    table, table_stride, heads, positions,
+    table, table_stride, heads, positions, first_queries,
     logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
     score_decay,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
@@ -37,7 +37,8 @@ def combine_kernel(
         score[s] = score[s] * score_decay + sum_h exp(z[h,s] - M[h]) / L[h]
 
     with `score[s]` taken after graduation and write: the graduate's in the slot
-    it won, 0 in the new token's.
+    it won, 0 in the new token's. Before its first query a row scores nothing: its
+    pages may be others' too.
 
     Grid `(num_rows, num_kv_heads, max(GROUP, score tiles))`: program i of a KV
     head merges its query head i, updates the scores of its tile i of BLOCK_T
@@ -71,8 +72,9 @@ def combine_kernel(
             out, partial_outputs, partial_maxima, partial_sums,
             first_partial + part, num_splits, GROUP, HEAD_SIZE, BLOCK_P, BLOCK_D,
         )  # fmt: skip
-    if SCORED:  # noqa: SIM102 (at compile time)
-        if part * BLOCK_T < length:
+    if SCORED:
+        scores_now = position >= tl.load(first_queries + row).to(tl.int32)
+        if scores_now & (part * BLOCK_T < length):
             update_scores(
                 scores, state_strides, state,
                 logits + item * GROUP * LARGEST_BUDGET,

@@ -178,6 +178,7 @@ def decode_resident(
         **page_arguments(pages),
         "table": rows.block_table, "table_stride": rows.block_table.stride(0),
         "heads": params.head_tables, "positions": rows.positions,
+        "first_queries": rows.first_queries,
         "logits": scratch.logits, "partial_outputs": scratch.outputs,
         "partial_maxima": scratch.maxima, "partial_sums": scratch.sums,
         "losers": scratch.losers, "leaving_scores": scratch.leaving_scores,
@@ -185,7 +186,7 @@ def decode_resident(
     }  # fmt: skip
     attend_kernel[(num_rows, num_kv_heads, shapes["NUM_SPLITS"])](
         query=query, query_strides=query.stride()[:2],
-        first_queries=rows.first_queries, scale=params.scale, softcap=params.softcap,
+        scale=params.scale, softcap=params.softcap,
         PINNED=layout.pinned_slots, MEAN=params.mean, SOFTCAP=params.softcap > 0.0,
         BLOCK_S=_tile_slots(scratch.tuning, query),
         CANDIDATES=max(1, CANDIDATE_TILE // shapes["BLOCK_U"]),
