@@ -72,6 +72,19 @@ def test_a_request_within_the_budget_takes_all_hits(plain, cached):
     assert_pool_whole(cached)
 
 
+def test_the_next_turn_finds_the_answer_where_nothing_could_be_evicted(plain, cached):
+    prompt, question = prompts_of(100, 20)
+    (answer,) = generate(cached, [prompt], NUM_TOKENS)
+    turn = prompt + answer + question
+    expected = generate(plain, [turn], NUM_TOKENS)
+    request_steps = watch_prefill(cached)
+    assert generate(cached, [turn], NUM_TOKENS) == expected
+    # The last token of an answer is never computed.
+    known = (len(prompt) + NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert request_steps() == len(turn) - known
+    assert_pool_whole(cached)
+
+
 def watch_prefill(llm):
     """Return a function that tells the prompt tokens computed since."""
     counted = []

@@ -7,6 +7,7 @@ from tests.engine.helpers import (
     assert_pool_whole,
     engine,
     generate,
+    greedy,
     prompts_of,
     scheduler,
 )
@@ -51,12 +52,35 @@ def test_without_options_vllm_is_untouched(stock):
 
 
 def test_budget_that_never_binds_gives_stock_tokens(stock, prompts):
-    with engine(enable_h2o=True, h2o_budget=1024, **OPTIONS) as llm:
-        together = generate(llm, prompts, 96)
-        alone = [generate(llm, [prompt], 96)[0] for prompt in prompts[::3]]
+    """Where a request can not outgrow it, and where it could but ends before."""
+    options = OPTIONS | {"max_model_len": 2048}
+    could, can_not = until(stock["tokens"]), [greedy(96)] * len(prompts)
+    mixed = [*could[:3], *can_not[3:]]
+    expected = [cut(tokens) for tokens in stock["tokens"]]
+    with engine(enable_h2o=True, h2o_budget=1024, **options) as llm:
+        assert answers(llm, prompts, mixed) == expected[:3] + stock["tokens"][3:]
+        assert vllm_h2o.stats(llm)["transitions"] == 3
+        assert answers(llm, prompts, could) == expected
+        for i in (0, 3):
+            (alone,) = answers(llm, prompts[i : i + 1], can_not[:1])
+            assert alone == stock["tokens"][i]
         assert_pool_whole(llm)
         stats = vllm_h2o.stats(llm)
-    assert together == stock["tokens"]
-    assert alone == stock["tokens"][::3]
-    assert stats["transitions"] == len(prompts) + len(alone)
+    assert stats["transitions"] == 3 + len(prompts)
     assert stats["tokens_evicted"] == 0
+
+
+def until(tokens):
+    """Sampling parameters that end each answer where `cut` does."""
+    return [greedy(1100, stop_token_ids=[answer[-1]]) for answer in tokens]
+
+
+def cut(answer):
+    """An answer up to where its last token first appears."""
+    return answer[: answer.index(answer[-1]) + 1]
+
+
+def answers(llm, prompts, parameters):
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, parameters, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
