@@ -17,6 +17,7 @@ ROWS = {
     "old": RowPlan(150, 1, 100, 80),
     "chunk": RowPlan(0, 30, 90, 70),
     "ends": RowPlan(80, 16, 96, 76),
+    "read": RowPlan(20, 50, 70, 50),
     "fits": RowPlan(0, 12, 12, BUDGET),
     "whole": RowPlan(40, 1, 30, BUDGET),
     "fills": RowPlan(BUDGET, 1, 10, 0),
@@ -87,7 +88,7 @@ def test_resident_rows_alone(scheduled):
 
 
 def test_mixed_batch():
-    batch = ["chunk", "old", "ends", "fills", "whole", "fits"]
+    batch = ["chunk", "old", "ends", "fills", "whole", "fits", "read"]
     metadata, common, spec = build(tuple(ROWS), batch)
     resident, table = metadata.resident, common.block_table_tensor
     assert resident.positions.tolist() == [150, BUDGET, 40]
@@ -96,18 +97,27 @@ def test_mixed_batch():
     expected = [*table[[1, 3], first : first + used], table[4, :used]]
     assert torch.equal(resident.block_table, torch.stack(expected))
     assert metadata.resident_tokens.tolist() == [30, 47, 48]
-    prompts = [*range(30), *range(31, 47), *range(49, 61)]
-    assert metadata.stock_tokens.tolist() == prompts
-    assert metadata.stock.seq_lens.tolist() == [30, 96, 12]
-    untouched = [*range(30), -1, *range(31, 47), -1, -1, *range(49, 61)]
+    # All queries of "ends" score, of "read" less than half.
+    assert metadata.stock_tokens.tolist() == [*range(30), *range(49, 111)]
+    assert metadata.stock.seq_lens.tolist() == [30, 12, 70]
+    untouched = [*range(30), -1, *range(31, 47), -1, -1, *range(49, 111)]
     assert common.slot_mapping.tolist() == untouched
     # The chunk ends before its prompt's observation window, and nobody scores where
     # nothing will be evicted.
-    (observed,) = metadata.observed
+    observed, read = metadata.observed
     assert observed.plan == ROWS["ends"] and observed.tokens == slice(31, 47)
+    assert observed.attends and not read.attends
     assert observed.plan.first_query == 96 - WINDOW
     assert torch.equal(observed.dense_blocks, table[2, : 96 // BLOCK_SIZE])
     assert torch.equal(observed.resident_blocks, table[2, first : first + used])
+
+
+def test_a_prompt_that_only_scores_leaves_nothing_to_stock():
+    metadata, _, _ = build(("ends", "fills"), ["ends", "fills"])
+    assert metadata.stock is None
+    assert metadata.resident_tokens.tolist() == [16]
+    (observed,) = metadata.observed
+    assert observed.attends
 
 
 def test_rows_of_a_plan_in_any_order():

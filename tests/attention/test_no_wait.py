@@ -163,8 +163,9 @@ def test_transition(engine, layers, launched):
         for layer in layers:
             impl = layer.impl
             observe_prompt(
-                query, impl._pages, prompt, layer.layer_name, impl.h2o, impl._params
-            )
+                query, impl._pages, prompt, layer.layer_name, impl.h2o, impl._params,
+                torch.empty_like(query),
+            )  # fmt: skip
     expected = ["lse_kernel", "observe_kernel", *TRANSITION]
     assert launched == expected * len(layers)
     assert not prompt.later, "on a device each layer is done at once"

@@ -117,6 +117,62 @@ def test_threads_give_the_same_scores_in_every_run():
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)])
+@pytest.mark.parametrize("scoring", [40, 7, 1])
+def test_attending_in_the_same_pass(scoring, heads, dtype):
+    """Queries before the window attend only; outputs are slices of a larger tensor."""
+    first, num_tokens = 109, 149
+    prompt = make_prompt(num_tokens, heads, 80, dtype=dtype)
+    query, pages, blocks = with_values(prompt)
+    queries, skipped = query[first:], num_tokens - first - scoring
+    for params in (CASES["decay"], CASES["softcap"]):
+        results = []
+        for op in (reference.attend_observed, cpu.attend_observed):
+            scores = torch.rand(heads[1], num_tokens, generator=torch.manual_seed(1))
+            output = torch.full((num_tokens - first, 2 * heads[0], 80), float("nan"))
+            output = output.to(dtype)[:, heads[0] :]
+            op(queries, pages, blocks, first, skipped, scores, params, output)
+            results.append((output, scores))
+        (expected, expected_scores), (actual, scores) = results
+        close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
+        torch.testing.assert_close(actual, expected, **close)
+        torch.testing.assert_close(scores, expected_scores, **CLOSE)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_attending_in_tiles(threads):
+    """More rows than the scratch holds, pages that only the last of them see."""
+    query, pages, blocks = with_values(make_prompt(2900, (5, 1), 16, 128))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        expected, actual = torch.empty(2, 900, 5, 16)
+        scores = torch.zeros(2, 1, 2900)
+        arguments = (query[2000:], pages, blocks, 2000, 0)
+        reference.attend_observed(*arguments, scores[0], params_of(), expected)
+        cpu.attend_observed(*arguments, scores[1], params_of(), actual)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*scores, **CLOSE)
+
+
+def with_values(prompt):
+    """The prompt with values beside its keys, NaN still where no token is."""
+    query, pages, blocks = prompt
+    generator = torch.Generator().manual_seed(2)
+    positions = torch.arange(len(query))
+    block, i = (
+        blocks[positions // pages.block_size].long(),
+        positions % pages.block_size,
+    )
+    at = block, slice(None), i
+    values = torch.randn(pages.values[at].shape, generator=generator)
+    pages.values[at] = values.to(pages.values.dtype)
+    return prompt
+
+
 def test_unsupported_dtype_is_named():
     query, pages, blocks = make_prompt(20, (4, 2))
     scores = torch.zeros(2, 20)

@@ -17,7 +17,7 @@ WORKERS = {
     "v2": "tests.gpu_path.workers.InterpretedWorker",
     "v2 graphs": "tests.gpu_path.workers.GraphedWorker",
 }
-# Some rows append, one fills the budget while it generates, one starts beyond it. In
+# Two can not outgrow the budget, one fills it while it generates, one starts beyond. In
 # chunks of 32 two prompts end with a step of one token, the longest beside decodes.
 LENGTHS, NUM_TOKENS = (20, 90, 129, 33), 9
 

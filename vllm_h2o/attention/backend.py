@@ -100,6 +100,12 @@ class H2OImpl(_Stock):
         self._bind(kv_cache, metadata.layout)
         if metadata.stock is not None:
             self._forward_prompts(layer, query, key, value, kv_cache, metadata, output)
+        for prompt in metadata.observed:
+            tokens = prompt.tokens
+            observe_prompt(
+                query[tokens], self._pages, prompt, layer.layer_name, self.h2o,
+                self._params, output[tokens],
+            )  # fmt: skip
         if metadata.resident is not None:
             self._forward_residents(query, key, value, metadata, output)
         return output
@@ -167,15 +173,6 @@ class H2OImpl(_Stock):
                 layer, query[tokens], key, value, kv_cache, metadata.stock, part
             )
             output[tokens] = part
-        for prompt in metadata.observed:
-            observe_prompt(
-                query[prompt.tokens],
-                self._pages,
-                prompt,
-                layer.layer_name,
-                self.h2o,
-                self._params,
-            )
 
     def _forward_residents(
         self,

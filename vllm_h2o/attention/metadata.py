@@ -31,6 +31,7 @@ class ObservedPrompt:
         dense_blocks: `[cdiv(seq_len, block_size)]` int32 block ids.
         resident_blocks: `[num_resident]` int32 block ids in the transition
             step, else None.
+        attends: Whether our kernel attends too; else stock's has done so.
         partial: Scores of earlier steps.
         later: What is left to do when all layers have run; takes more.
     """
@@ -39,6 +40,7 @@ class ObservedPrompt:
     plan: RowPlan
     dense_blocks: torch.Tensor
     resident_blocks: torch.Tensor | None
+    attends: bool
     partial: PartialScores
     later: list[Callable[[], None]]
 
@@ -51,7 +53,7 @@ class H2OMetadata:
         layout: The slots of a resident request.
         stock: Metadata of the prefilling rows for the stock backend, or None.
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
-        observed: Those of them with observation queries or their transition.
+        observed: Prefilling rows with observation queries or their transition.
         resident: The resident rows, or None.
         resident_tokens: `[num_rows]` int64 indices; None: the whole batch, one
             token per row.
@@ -190,6 +192,8 @@ class H2OMetadataBuilder(_Stock):
     # Our metadata is not the stock backend's.
     supports_update_block_table = False
     supports_draft_decode_metadata_update = False
+    # Whether our kernel attends in prompts' steps in which most queries score.
+    attends_observed = False
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -235,10 +239,13 @@ class H2OMetadataBuilder(_Stock):
         metadata = H2OMetadata(self.layout)
         is_resident = rows.is_resident
         if not is_resident.all():
-            prompts = (~is_resident).nonzero().flatten()
-            dense, metadata.stock_tokens = _select_rows(common, prompts)
-            metadata.stock = super().build(common_prefix_len, dense, fast_build)
+            prompts = (~is_resident).nonzero().flatten().tolist()
             metadata.observed = self._observed(common, rows, prompts)
+            stock = [i for i in prompts if not self._attends(rows.row(i))]
+            if stock:
+                index = torch.tensor(stock)
+                dense, metadata.stock_tokens = _select_rows(common, index)
+                metadata.stock = super().build(common_prefix_len, dense, fast_build)
         if is_resident.any():
             self._part_ways(common, rows)
             self._add_resident(metadata, common, rows)
@@ -250,7 +257,7 @@ class H2OMetadataBuilder(_Stock):
         # Our kernel writes the tokens of these rows; the stock update skips slot -1.
         index = rows.is_resident.nonzero().flatten()
         assert (rows.num_scheduled_tokens[index] == 1).all()
-        if metadata.stock is None:
+        if len(index) == len(rows.request_ids):
             metadata.resident = self._resident(common, rows.first_queries)
             common.slot_mapping[: common.num_actual_tokens].fill_(-1)
             return
@@ -324,14 +331,18 @@ class H2OMetadataBuilder(_Stock):
             for layer in self.parting:
                 layer.impl.part_ways(layer.kv_cache, self.layout, blocks, first_query)
 
+    def _attends(self, row: RowPlan) -> bool:
+        """Whether our kernel attends in this step of a prompt."""
+        return self.attends_observed and row.mostly_scores
+
     def _observed(
-        self, common: CommonAttentionMetadata, rows: BatchRows, prompts: torch.Tensor
+        self, common: CommonAttentionMetadata, rows: BatchRows, prompts: list[int]
     ) -> list[ObservedPrompt]:
         assert self.step is not None
         observed = []
         starts = common.query_start_loc_cpu.tolist()
         size, first_column = self.spec.block_size, self.spec.dense_columns
-        for i in prompts.tolist():
+        for i in prompts:
             row = rows.row(i)
             end = row.num_computed_tokens + row.num_scheduled_tokens
             if end <= row.first_query and not row.is_transition:
@@ -347,6 +358,7 @@ class H2OMetadataBuilder(_Stock):
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
+                    attends=self._attends(row),
                     partial=self.step.partial_scores(
                         rows.request_ids[i], keep=not row.is_transition
                     ),

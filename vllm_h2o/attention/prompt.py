@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from vllm_h2o.attention.metadata import ObservedPrompt
-from vllm_h2o.attention.ops import DecodeParams, choose, compress, observe
+from vllm_h2o.attention.ops import (
+    DecodeParams,
+    attend_observed,
+    choose,
+    compress,
+    observe,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
@@ -21,6 +27,7 @@ def observe_prompt(
     layer_name: str,
     config: H2OConfig,
     params: DecodeParams,
+    output: torch.Tensor,
 ) -> None:
     """Score the prompt with this step's queries, if any; in its last step compress it.
 
@@ -32,6 +39,8 @@ def observe_prompt(
         layer_name: Whose partial scores these are.
         config: The policy.
         params: The layer's constants.
+        output: `[num_tokens, num_heads, head_size]` attention of the row's queries,
+            written if the stock kernel has not done so.
     """
     plan = prompt.plan
     start = max(plan.num_computed_tokens, plan.first_query)
@@ -40,9 +49,14 @@ def observe_prompt(
         # The first step with observation queries, also after a restart.
         num_kv_heads = pages.keys.shape[1]
         scores = torch.zeros(num_kv_heads, plan.prefill_end, device=query.device)
-    scoring = query[start - plan.num_computed_tokens :]
-    if len(scoring):
-        observe(scoring, pages, prompt.dense_blocks, start, scores, params)
+    skipped = start - plan.num_computed_tokens
+    if prompt.attends:
+        attend_observed(
+            query, pages, prompt.dense_blocks, plan.num_computed_tokens, skipped,
+            scores, params, output,
+        )  # fmt: skip
+    elif skipped < len(query):
+        observe(query[skipped:], pages, prompt.dense_blocks, start, scores, params)
     if prompt.resident_blocks is None:
         prompt.partial[layer_name] = scores
     else:

@@ -30,6 +30,13 @@ class RowPlan(NamedTuple):
         return self.first_query >= self.prefill_end
 
     @property
+    def mostly_scores(self) -> bool:
+        """Whether at least half of this step's queries score."""
+        end = self.num_computed_tokens + self.num_scheduled_tokens
+        scoring = end - max(self.num_computed_tokens, self.first_query)
+        return 2 * scoring >= self.num_scheduled_tokens
+
+    @property
     def is_resident(self) -> bool:
         """Decodes, by the resident kernels."""
         return self.num_computed_tokens >= self.prefill_end

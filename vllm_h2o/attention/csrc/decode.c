@@ -59,14 +59,17 @@ typedef struct {
     int64_t num_tokens, most;
 } h2o_compress_args;
 
-/* Mirrored likewise: consecutive queries over the dense pages of one request. */
+/* Mirrored likewise: consecutive queries over the dense pages of one request, of
+ * which those before `first_scoring` only attend. */
 typedef struct {
     const void *query;     /* [num_queries][num_heads][head_size] */
     const void *cache;     /* page of block 0 */
     const int32_t *blocks; /* block of position p: [p / block_size] */
     float *scores;         /* [num_kv_heads][>= first_position + num_queries] */
+    void *output;          /* like query; NULL: not asked for */
     int64_t num_queries, num_heads, num_kv_heads, head_size, block_size;
-    int64_t query_stride, scores_stride, page_stride, first_position, num_threads;
+    int64_t query_stride, output_stride, scores_stride, page_stride;
+    int64_t first_position, first_scoring, num_threads;
     float scale, softcap, score_decay;
 } h2o_observe_args;
 
@@ -203,15 +206,15 @@ static inline float h2o_exps(float *restrict x, int64_t count, float highest) {
     return sum;
 }
 
-/* logits[0..visible) -> x with weight * softmax = returned value * x; then zeros up
- * to `length`. */
-static inline float h2o_weighted_softmax(float *restrict logits, int64_t visible,
-                                         int64_t length, float softcap, float weight) {
+/* logits[0..visible) -> x with softmax = returned value * x; then zeros up to
+ * `length`. */
+static inline float h2o_softmax(float *restrict logits, int64_t visible,
+                                int64_t length, float softcap) {
     if (softcap > 0.0f) h2o_softcap(logits, visible, softcap);
     const float highest = h2o_highest(logits, visible, -FLT_MAX);
-    weight /= h2o_exps(logits, visible, highest);
+    const float sum = h2o_exps(logits, visible, highest);
     for (int64_t i = visible; i < length; ++i) logits[i] = 0.0f;
-    return weight;
+    return 1.0f / sum;
 }
 
 /* sums[0..length) += the sum of the rows, each times its factor. */

@@ -1,4 +1,5 @@
-/* Prompt scoring: the attention that consecutive queries put on a dense prompt.
+/* Prompt scoring: the attention that consecutive queries put on a dense prompt; with
+ * its output, where the stock kernel has not computed that.
  *
  * Included once per element type, after decode.h, with the same macros and
  *   OBSERVE     name of the exported function
@@ -6,13 +7,14 @@
  * Formula, per KV head g with its query heads h and the queries at positions
  * first_position + q, 0 <= q < m:
  *   A[h,q,t]    = softmax over t <= first_position + q of scale * q[q,h] . K[t]
- *   scores[g,t] += sum_q decay^(m-1-q) sum_{h in g} A[h,q,t]
+ *   scores[g,t] += sum_{q >= first_scoring} decay^(m-1-q) sum_{h in g} A[h,q,t]
+ *   output[q,h]  = sum_t A[h,q,t] V[t]
  *
- * Reference: vllm_h2o/policy/scores.py::observe.  Differences from it: the caller
+ * Reference: ops/reference.py::observe and ::attend_observed.  Differences from it: the caller
  * decays the old scores, sums run in another order, and exp is h2o_exp (relative
  * error about 1e-7).
  *
- * K is read in its pages, column-major [head_size][block_size]. A tile of rows (a
+ * K is read in its pages, column-major [head_size][block_size], V row-major. A tile of rows (a
  * row is one query head of one query) keeps its logits over all keys in scratch
  * that fits the L2 cache, so that K meets every query once and no logit is computed
  * twice. Threads share out the tiles of each head; their sums are added in a fixed
@@ -23,9 +25,9 @@ typedef struct {
     const h2o_observe_args *a;
     int64_t head, first_row, num_rows, visible; /* keys that the last row sees */
     int64_t stride;                             /* of logits, in elements */
-    float *query;                               /* [tile rows][head_size], scaled */
-    float *logits;                              /* [tile rows][stride] */
-    float *factors;                             /* [tile rows] of the logits' exps */
+    float *query;   /* [tile rows][head_size], scaled; then the output */
+    float *logits;  /* [tile rows][stride] */
+    float *inverse; /* [tile rows] 1 / sum of the logits' exps */
 } CAT(h2o_tile, OBSERVE);
 #define TILE CAT(h2o_tile, OBSERVE)
 
@@ -59,7 +61,50 @@ static void FN(dot_pages)(const TILE *t) {
     }
 }
 
+/* The output of the tile's rows: the values of all pages, times the probabilities,
+ * H2O_GROUP rows at a time. */
+static void FN(attend_tile)(const TILE *t) {
+    static const float keep[H2O_GROUP] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const h2o_observe_args *a = t->a;
+    const int64_t bs = a->block_size, hs = a->head_size, half = bs * hs;
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    float *out = t->query; /* the queries are not needed any more */
+    memset(out, 0, t->num_rows * hs * sizeof(float));
+    int64_t r;
+    for (int64_t b = 0; b * bs < t->visible; ++b) {
+        const char *page = (const char *)a->cache + a->blocks[b] * a->page_stride;
+        const ELEM *value = (const ELEM *)page + t->head * 2 * half + half;
+        const int64_t left = t->visible - b * bs, count = left < bs ? left : bs;
+        const float *probs = t->logits + b * bs;
+        for (r = 0; r + H2O_GROUP <= t->num_rows; r += H2O_GROUP)
+            FN(accumulate_page)(probs + r * t->stride, keep, value, value, hs, count,
+                                t->stride, out + r * hs, H2O_GROUP);
+        for (; r < t->num_rows; ++r)
+            FN(accumulate_page)(probs + r * t->stride, keep, value, value, hs, count,
+                                t->stride, out + r * hs, 1);
+    }
+    for (r = 0; r < t->num_rows; ++r) {
+        const int64_t row = t->first_row + r;
+        ELEM *output = (ELEM *)a->output + row / group * a->output_stride +
+                       (t->head * group + row % group) * hs;
+        FN(write_output)(t->query + r * hs, t->inverse + r, hs, 1, output);
+    }
+}
+
 /* Add the tile's probabilities, weighted by the age of their query, to sums. */
+static void FN(score_tile)(const TILE *t, float *sums) {
+    const h2o_observe_args *a = t->a;
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    const int64_t before = a->first_scoring * group - t->first_row;
+    const int64_t first = before > 0 ? before : 0;
+    for (int64_t r = first; r < t->num_rows && a->score_decay != 1.0f; ++r) {
+        const int64_t age = a->num_queries - 1 - (t->first_row + r) / group;
+        t->inverse[r] *= powf(a->score_decay, (float)age);
+    }
+    h2o_add_columns(t->logits + first * t->stride, t->inverse + first,
+                    t->num_rows - first, t->stride, t->visible, sums);
+}
+
 static void FN(observe_tile)(const TILE *t, float *sums) {
     const h2o_observe_args *a = t->a;
     const int64_t group = a->num_heads / a->num_kv_heads;
@@ -67,15 +112,11 @@ static void FN(observe_tile)(const TILE *t, float *sums) {
     FN(dot_pages)(t);
     for (int64_t r = 0; r < t->num_rows; ++r) {
         const int64_t q = (t->first_row + r) / group;
-        const float weight =
-            a->score_decay == 1.0f
-                ? 1.0f
-                : powf(a->score_decay, (float)(a->num_queries - 1 - q));
-        t->factors[r] =
-            h2o_weighted_softmax(t->logits + r * t->stride, a->first_position + q + 1,
-                                 t->visible, a->softcap, weight);
+        t->inverse[r] = h2o_softmax(t->logits + r * t->stride,
+                                    a->first_position + q + 1, t->visible, a->softcap);
     }
-    h2o_add_columns(t->logits, t->factors, t->num_rows, t->stride, t->visible, sums);
+    if (a->output) FN(attend_tile)(t);
+    FN(score_tile)(t, sums);
 }
 
 /* Every `step`-th tile of a head from `first` on, into sums [num_tokens]. */
@@ -87,7 +128,7 @@ static void FN(observe_tiles)(const h2o_observe_args *a, int64_t head, int64_t f
     TILE t = {.a = a, .head = head, .query = scratch};
     t.logits = scratch + tile_rows * a->head_size;
     t.stride = h2o_logits_stride(a);
-    t.factors = t.logits + tile_rows * t.stride;
+    t.inverse = t.logits + tile_rows * t.stride;
     for (int64_t row = first * tile_rows; row < num_rows; row += step * tile_rows) {
         t.first_row = row;
         t.num_rows = num_rows - row < tile_rows ? num_rows - row : tile_rows;

@@ -261,6 +261,40 @@ def observe(
     _kernel(query).observe(query, pages, dense_blocks, first_position, scores, params)
 
 
+def attend_observed(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    first_scoring: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+    output: torch.Tensor,
+) -> None:
+    """`observe`, and the attention's output from the same pass over the keys.
+
+    For steps in which most queries score, which the stock kernel and `observe` would
+    both compute the logits of. On CPU only.
+
+    Args:
+        query: `[m, num_heads, head_size]`, see `observe`.
+        pages: The layer's pages, read only.
+        dense_blocks: See `observe`.
+        first_position: Position of `query[0]`.
+        first_scoring: Index of the first query that scores; those before it attend.
+        scores: See `observe`.
+        params: The layer's constants.
+        output: `[m, num_heads, head_size]`, written.
+
+    Raises:
+        ValueError: A dtype or head size that no kernel has.
+    """
+    _kernel(query).attend_observed(
+        query, pages, dense_blocks, first_position, first_scoring, scores, params,
+        output,
+    )  # fmt: skip
+
+
 def _kernel(tensor: torch.Tensor) -> ModuleType:
     """The kernels of the tensor's device."""
     name = "cpu" if tensor.is_cpu else "triton"

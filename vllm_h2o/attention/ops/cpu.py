@@ -81,9 +81,10 @@ class _ObserveArgs(ctypes.Structure):
     """Mirror of `h2o_observe_args` in decode.c."""
 
     _fields_ = _fields(
-        "query cache blocks scores",
+        "query cache blocks scores output",
         "num_queries num_heads num_kv_heads head_size block_size "
-        "query_stride scores_stride page_stride first_position num_threads",
+        "query_stride output_stride scores_stride page_stride "
+        "first_position first_scoring num_threads",
         "scale softcap score_decay",
     )
 
@@ -226,6 +227,38 @@ def observe(
     params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.observe`."""
+    _observe(query, pages, dense_blocks, first_position, 0, scores, params, None)
+
+
+def attend_observed(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    first_scoring: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+    output: torch.Tensor,
+) -> None:
+    """See `vllm_h2o.attention.ops.attend_observed`."""
+    assert output.dtype == query.dtype
+    assert output.stride(1) == query.shape[2] and output.stride(2) == 1
+    _observe(
+        query, pages, dense_blocks, first_position, first_scoring, scores, params,
+        output,
+    )  # fmt: skip
+
+
+def _observe(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    first_scoring: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+    output: torch.Tensor | None,
+) -> None:
     num_queries, num_heads, head_size = query.shape
     _, num_kv_heads, _, block_size = pages.keys.shape
     num_tokens = first_position + num_queries
@@ -237,21 +270,24 @@ def observe(
     assert scores.dtype == torch.float32 and scores.stride(1) == 1
     assert scores.shape[0] == num_kv_heads and scores.shape[1] >= num_tokens
     if params.score_decay != 1.0:
-        scores.mul_(params.score_decay**num_queries)
+        scores.mul_(params.score_decay ** (num_queries - first_scoring))
     args = _ObserveArgs(
         query=query.data_ptr(),
         cache=pages.keys.data_ptr(),
         blocks=dense_blocks.data_ptr(),
         scores=scores.data_ptr(),
+        output=None if output is None else output.data_ptr(),
         num_queries=num_queries,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         block_size=block_size,
         query_stride=query.stride(0),
+        output_stride=0 if output is None else output.stride(0),
         scores_stride=scores.stride(0),
         page_stride=pages.page_stride,
         first_position=first_position,
+        first_scoring=first_scoring,
         num_threads=torch.get_num_threads(),
         scale=params.scale,
         softcap=params.softcap,

@@ -114,6 +114,34 @@ def observe(
     )
 
 
+def attend_observed(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    first_scoring: int,
+    scores: torch.Tensor,
+    params: DecodeParams,
+    output: torch.Tensor,
+) -> None:
+    """See `vllm_h2o.attention.ops.attend_observed`."""
+    scoring = query[first_scoring:]
+    first_scored = first_position + first_scoring
+    observe(scoring, pages, dense_blocks, first_scored, scores, params)
+    end = first_position + len(query)
+    blocks, group = dense_blocks.long(), query.shape[1] // pages.keys.shape[1]
+    keys = pages.keys[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :end].float()
+    values = pages.values[blocks].transpose(0, 1).flatten(1, 2)[:, :end].float()
+    queries = query.float().unflatten(1, (-1, group))
+    logits = torch.einsum("qghd,gtd->ghqt", queries, keys) * params.scale
+    if params.softcap > 0.0:
+        logits = params.softcap * torch.tanh(logits / params.softcap)
+    unseen = torch.ones(len(query), end, dtype=torch.bool).triu(first_position + 1)
+    probs = logits.masked_fill(unseen, float("-inf")).softmax(dim=-1)
+    attended = torch.einsum("ghqt,gtd->qghd", probs, values)
+    output.copy_(attended.flatten(1, 2))
+
+
 class _Resident:
     """The slots of one request in one KV head."""
 
