@@ -76,8 +76,13 @@ def greedy(num_tokens: int, **options: Any) -> Any:
 
 def generate(llm: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy tokens of token-id prompts, in one batch."""
+    return answers(llm, prompts, greedy(num_tokens))
+
+
+def answers(llm: Any, prompts: list[list[int]], parameters: Any) -> list[list[int]]:
+    """Tokens of token-id prompts, in one batch; parameters for all, or of each."""
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(inputs, greedy(num_tokens), use_tqdm=False)
+    outputs = llm.generate(inputs, parameters, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -4,6 +4,7 @@ import pytest
 
 import vllm_h2o
 from tests.engine.helpers import (
+    answers,
     assert_pool_whole,
     engine,
     generate,
@@ -78,9 +79,3 @@ def until(tokens):
 def cut(answer):
     """An answer up to where its last token first appears."""
     return answer[: answer.index(answer[-1]) + 1]
-
-
-def answers(llm, prompts, parameters):
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(inputs, parameters, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]

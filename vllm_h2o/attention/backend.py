@@ -89,7 +89,7 @@ class H2OImpl(_Stock):
         """Attention of one layer; see the base class for shapes.
 
         Prompt rows run first, on dense blocks that stock vLLM has just written.
-        Resident rows touch nothing but resident blocks.
+        Resident rows write nothing but blocks of their own request.
         """
         metadata = attn_metadata
         if not isinstance(metadata, H2OMetadata):

@@ -2,7 +2,8 @@
 
 Block table row of a request (columns):
 
-    [0, dense_columns)                    the prompt, exactly as stock vLLM
+    [0, dense_columns)                    the prompt, exactly as stock vLLM; all
+                                          tokens of a request that is kept whole
     [dense_columns, + budget_blocks)      the resident blocks, private
 """
 

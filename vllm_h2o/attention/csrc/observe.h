@@ -10,12 +10,12 @@
  *   scores[g,t] += sum_{q >= first_scoring} decay^(m-1-q) sum_{h in g} A[h,q,t]
  *   output[q,h]  = sum_t A[h,q,t] V[t]
  *
- * Reference: ops/reference.py::observe and ::attend_observed.  Differences from it: the caller
- * decays the old scores, sums run in another order, and exp is h2o_exp (relative
- * error about 1e-7).
+ * Reference: ops/reference.py::observe and ::attend_observed.  Differences from it:
+ * the caller decays the old scores, sums run in another order, and exp is h2o_exp
+ * (relative error about 1e-7).
  *
- * K is read in its pages, column-major [head_size][block_size], V row-major. A tile of rows (a
- * row is one query head of one query) keeps its logits over all keys in scratch
+ * K is read in its pages, column-major [head_size][block_size], V row-major. A tile
+ * of rows (a row is one query head of one query) keeps its logits over all keys in scratch
  * that fits the L2 cache, so that K meets every query once and no logit is computed
  * twice. Threads share out the tiles of each head; their sums are added in a fixed
  * order, so that a number of threads gives the same result in every run.

@@ -227,7 +227,7 @@ def observe(
     params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.observe`."""
-    _observe(query, pages, dense_blocks, first_position, 0, scores, params, None)
+    attend_observed(query, pages, dense_blocks, first_position, 0, scores, params, None)
 
 
 def attend_observed(
@@ -238,33 +238,17 @@ def attend_observed(
     first_scoring: int,
     scores: torch.Tensor,
     params: DecodeParams,
-    output: torch.Tensor,
-) -> None:
-    """See `vllm_h2o.attention.ops.attend_observed`."""
-    assert output.dtype == query.dtype
-    assert output.stride(1) == query.shape[2] and output.stride(2) == 1
-    _observe(
-        query, pages, dense_blocks, first_position, first_scoring, scores, params,
-        output,
-    )  # fmt: skip
-
-
-def _observe(
-    query: torch.Tensor,
-    pages: Pages,
-    dense_blocks: torch.Tensor,
-    first_position: int,
-    first_scoring: int,
-    scores: torch.Tensor,
-    params: DecodeParams,
     output: torch.Tensor | None,
 ) -> None:
+    """See `vllm_h2o.attention.ops.attend_observed`; None: nobody wants the output."""
     num_queries, num_heads, head_size = query.shape
     _, num_kv_heads, _, block_size = pages.keys.shape
     num_tokens = first_position + num_queries
     check_supported(query.dtype, head_size, block_size)
     assert pages.keys.dtype == query.dtype
-    assert query.stride(1) == head_size and query.stride(2) == 1
+    for tensor in (query, query if output is None else output):
+        assert tensor.dtype == query.dtype
+        assert tensor.stride(1) == head_size and tensor.stride(2) == 1
     assert dense_blocks.dtype == torch.int32 and dense_blocks.stride(0) == 1
     assert len(dense_blocks) * block_size >= num_tokens
     assert scores.dtype == torch.float32 and scores.stride(1) == 1
