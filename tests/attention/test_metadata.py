@@ -6,6 +6,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
+from vllm_h2o.attention import metadata as metadata_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
 from vllm_h2o.attention.metadata import BatchRows, StepRows
 from vllm_h2o.core.plan import RowPlan
@@ -25,13 +26,13 @@ ROWS = {
 
 
 class Layer:
-    """Stands where vLLM's layers whose heads part ways do; remembers for whom."""
+    """Stands where vLLM's layers whose heads part ways do."""
 
     def __init__(self):
-        self.impl, self.kv_cache, self.parted = self, None, []
+        self.impl, self.kv_cache = self, None
 
-    def part_ways(self, kv_cache, layout, blocks, first_query):
-        self.parted.append((blocks.tolist(), first_query))
+    def scored_layer(self, kv_cache, layout, blocks):
+        return self
 
 
 def build(scheduled, batch):
@@ -63,8 +64,14 @@ def build(scheduled, batch):
         ),
         slot_mapping=torch.arange(int(starts[-1])),
     )
-    metadata = builder.build(0, common)
-    assert layer.parted == [(filled_blocks(common, spec, batch), 0)]
+    parted = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata_module, "transition", lambda *args: parted.append(args))
+        metadata = builder.build(0, common)
+    ((layers, source, target, position, first_query, policy),) = parted
+    assert layers == [layer] and source is target
+    assert target.tolist() == filled_blocks(common, spec, batch)
+    assert (position, first_query, policy) == (BUDGET, 0, spec.h2o)
     return metadata, common, spec
 
 

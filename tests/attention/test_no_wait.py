@@ -168,7 +168,7 @@ def test_transition(engine, layers, launched):
             )  # fmt: skip
     expected = ["lse_kernel", "observe_kernel", *TRANSITION]
     assert launched == expected * len(layers)
-    assert not prompt.later, "on a device each layer is done at once"
+    assert not prompt.later and not prompt.layers, "on a device all is done at once"
 
 
 @pytest.mark.parametrize(

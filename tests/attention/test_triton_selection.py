@@ -27,9 +27,11 @@ def check(scores, layout=LAYOUT, config=SUM):
 
 def check_both(scores, *args):
     """Return the choice in Triton; the one in C is the reference's, too."""
-    expected = reference.choose(scores.cpu(), *args)
-    check_same_choice(cpu.choose(scores.cpu(), *args), expected)
-    return check_choice(scores, *args)
+    *args, params = args
+    expected = reference.choose(scores.cpu(), *args, params)
+    (actual,) = cpu.choose([scores.cpu()], *args, [params])
+    check_same_choice(actual, expected)
+    return check_choice(scores, *args, params)
 
 
 def random(num_tokens, num_kv_heads=3, distinct=None):

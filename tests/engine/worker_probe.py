@@ -93,6 +93,7 @@ class WorkerProbe:
 
         Valid while the blocks of a finished request have not been reused.
         """
+        self._step.settle()  # what the next step would begin with
         return {
             request_id: [
                 [

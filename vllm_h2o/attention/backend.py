@@ -15,9 +15,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.attention.heads import LayerHeads
 from vllm_h2o.attention.metadata import H2OMetadata
-from vllm_h2o.attention.ops import DecodeParams, decode_resident
+from vllm_h2o.attention.ops import DecodeParams, ScoredLayer, decode_resident
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.prompt import observe_prompt, part_ways
+from vllm_h2o.attention.prompt import observe_prompt
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
@@ -110,23 +110,21 @@ class H2OImpl(_Stock):
             self._forward_residents(query, key, value, metadata, output)
         return output
 
-    def part_ways(
-        self,
-        kv_cache: torch.Tensor,
-        layout: SlotLayout,
-        blocks: torch.Tensor,
-        first_query: int,
-    ) -> None:
-        """Give the heads their own slots in a request that has filled the budget.
+    def scored_layer(
+        self, kv_cache: torch.Tensor, layout: SlotLayout, blocks: torch.Tensor
+    ) -> ScoredLayer:
+        """The layer with the scores of a request that has just filled the budget.
+
+        Until then every head holds all tokens, the one at position p in slot p.
 
         Args:
             kv_cache: The layer's cache.
             layout: The slots of a head on average.
             blocks: `[budget_blocks]` int32 resident blocks of the request.
-            first_query: Position of the first prompt query that scored.
         """
         self._bind(kv_cache, layout)
-        part_ways(self._pages, blocks, first_query, self.h2o, self._params)
+        scores = self._pages.scores[blocks.long()].transpose(0, 1).flatten(1)
+        return ScoredLayer(self._pages, scores, self._params)
 
     def unbind(self) -> None:
         """Let go of a cache: vLLM makes one only to measure graphs with."""

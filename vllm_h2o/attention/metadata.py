@@ -12,7 +12,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_h2o.attention.ops import ResidentRows
+from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, transition
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
@@ -33,7 +33,8 @@ class ObservedPrompt:
             step, else None.
         attends: Whether our kernel attends too; else stock's has done so.
         partial: Scores of earlier steps.
-        later: What is left to do when all layers have run; takes more.
+        later: What the next step begins with, for this request; takes more.
+        layers: Layers that have run and are to be compressed.
     """
 
     tokens: slice
@@ -43,6 +44,7 @@ class ObservedPrompt:
     attends: bool
     partial: PartialScores
     later: list[Callable[[], None]]
+    layers: list[ScoredLayer] = field(default_factory=list)
 
 
 @dataclass
@@ -124,8 +126,8 @@ class StepRows:
     def __init__(self) -> None:
         self.request_ids: Callable[[], Sequence[str]] = tuple
         """Returns the request ids in the row order of the batch."""
-        self.later: list[Callable[[], None]] = []
-        """What is left to do when all layers have run."""
+        self.later: dict[str, list[Callable[[], None]]] = {}
+        """What the next step begins with, by request id: its transition."""
         self._plan: ResidencyPlan | None = None
         self._partial: dict[str, PartialScores] = {}
 
@@ -139,17 +141,23 @@ class StepRows:
         self._plan = plan
         for request_id in gone:
             self._partial.pop(request_id, None)
+            self.later.pop(request_id, None)
+        self.settle()
 
     @torch.inference_mode()
-    def finish(self) -> None:
-        """Do what is left, after the last layer."""
-        for work in self.later:
-            work()
+    def settle(self) -> None:
+        """Do what the last step has left to do.
+
+        Nothing has been written since: the scheduler may have given away the blocks
+        that this reads, but only to requests of the step that begins.
+        """
+        for request_id in list(self.later):
+            for work in self.later.pop(request_id):
+                work()
 
     def end(self) -> None:
-        """Forget the step: what runs now is a dummy run."""
+        """Forget the plan: what runs now is a dummy run."""
         self._plan = None
-        self.later.clear()
 
     @property
     def all_resident(self) -> bool:
@@ -327,9 +335,14 @@ class H2OMetadataBuilder(_Stock):
         filled = rows.is_resident & (rows.num_computed_tokens == self.layout.budget)
         for i in filled.nonzero().flatten().tolist():
             blocks = common.block_table_tensor[i, first:][: self.layout.budget_blocks]
+            layers = [
+                layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
+                for layer in self.parting
+            ]
             first_query = rows.row(i).first_query
-            for layer in self.parting:
-                layer.impl.part_ways(layer.kv_cache, self.layout, blocks, first_query)
+            transition(
+                layers, blocks, blocks, self.layout.budget, first_query, self.spec.h2o
+            )
 
     def _attends(self, row: RowPlan) -> bool:
         """Whether our kernel attends in this step of a prompt."""
@@ -362,7 +375,7 @@ class H2OMetadataBuilder(_Stock):
                     partial=self.step.partial_scores(
                         rows.request_ids[i], keep=not row.is_transition
                     ),
-                    later=self.step.later,
+                    later=self.step.later.setdefault(rows.request_ids[i], []),
                 )
             )
         return observed

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from vllm_h2o.attention.metadata import ObservedPrompt
 from vllm_h2o.attention.ops import (
     DecodeParams,
+    ScoredLayer,
     attend_observed,
-    choose,
-    compress,
     observe,
+    transition,
 )
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
@@ -30,6 +28,10 @@ def observe_prompt(
     output: torch.Tensor,
 ) -> None:
     """Score the prompt with this step's queries, if any; in its last step compress it.
+
+    On CPU it is compressed between this step and the next, all layers at once: the
+    first token does not wait for it, and the heads of all layers share out the
+    threads. A GPU's launches gain nothing by that, and its memory for scores is dear.
 
     Args:
         query: `[num_tokens, num_heads, head_size]` of the row, after RoPE. Its
@@ -59,69 +61,29 @@ def observe_prompt(
         observe(query[skipped:], pages, prompt.dense_blocks, start, scores, params)
     if prompt.resident_blocks is None:
         prompt.partial[layer_name] = scores
-    else:
-        _after_the_layers(
-            prompt, compress_prompt, scores, pages, prompt, config, params
-        )
-
-
-def _after_the_layers(
-    prompt: ObservedPrompt, work: Callable[..., None], *args: Any
-) -> None:
-    """On CPU do what only the next step needs when all layers have run.
-
-    One layer after the other it finds its code and tables in the caches, between two
-    matrix products it does not. A GPU's launches gain nothing, and its memory is dear.
-    """
+        return
+    prompt.layers.append(ScoredLayer(pages, scores, params))
     if prompt.dense_blocks.is_cpu:
-        prompt.later.append(functools.partial(work, *args))
+        if len(prompt.layers) == 1:
+            prompt.later.append(functools.partial(compress_prompt, prompt, config))
     else:
-        work(*args)
+        compress_prompt(prompt, config)
 
 
-def compress_prompt(
-    scores: torch.Tensor,
-    pages: Pages,
-    prompt: ObservedPrompt,
-    config: H2OConfig,
-    params: DecodeParams,
-) -> None:
+def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
     """Copy each KV head's choice from the dense into the resident pages.
 
     Args:
-        scores: `[num_kv_heads, prefill_end]` float32.
-        pages: The layer's pages.
-        prompt: The row, in its transition step.
+        prompt: The row in its transition step, with the layers that are due.
         config: The policy.
-        params: The layer's constants.
     """
     assert prompt.resident_blocks is not None
-    last = scores.shape[1] - 1
-    chosen = choose(scores, last, prompt.plan.first_query, config, params)
-    compress(
-        pages, prompt.dense_blocks, prompt.resident_blocks, last, chosen, scores, params
+    transition(
+        prompt.layers,
+        prompt.dense_blocks,
+        prompt.resident_blocks,
+        prompt.plan.prefill_end - 1,
+        prompt.plan.first_query,
+        config,
     )
-
-
-def part_ways(
-    pages: Pages,
-    blocks: torch.Tensor,
-    first_query: int,
-    config: H2OConfig,
-    params: DecodeParams,
-) -> None:
-    """Give the heads of a row that has just filled the budget their own slots.
-
-    Until now every head held all tokens, the one at position p in slot p.
-
-    Args:
-        pages: The layer's pages.
-        blocks: `[budget_blocks]` int32 resident blocks of the row.
-        first_query: Position of the first prompt query that scored.
-        config: The policy.
-        params: The layer's constants, with budgets by head.
-    """
-    position = params.layout.budget
-    scores = pages.scores[blocks.long()].transpose(0, 1).flatten(1)
-    chosen = choose(scores, position, first_query, config, params)
-    compress(pages, blocks, blocks, position, chosen, scores, params)
+    prompt.layers.clear()

@@ -144,9 +144,7 @@ class H2OWorker(_Stock):
         gone |= scheduler_output.preempted_req_ids or set()
         self._step.begin(self._plan, sorted(gone))
         try:
-            output = super().execute_model(scheduler_output)
-            self._step.finish()
-            return output
+            return super().execute_model(scheduler_output)
         finally:
             self._step.end()
 

@@ -8,7 +8,11 @@
  *   ring holds the rest. A request within the budget keeps all.
  */
 
-/* Mirrored by vllm_h2o/attention/ops/cpu.py. */
+/* Bins of the first step of the selection: sign, exponent and three more bits. */
+#define H2O_BINS 4096
+#define H2O_BIN_SHIFT 20
+
+/* Mirrored by vllm_h2o/attention/ops/cpu.py: one layer. */
 typedef struct {
     const float *scores;    /* [num_kv_heads][num_tokens] */
     const int64_t *layouts; /* [num_kv_heads][3] budget, heavy slots, pooling */
@@ -71,17 +75,39 @@ static float h2o_quickselect(float *x, int64_t count, int64_t rank) {
     return x[low];
 }
 
+/* Integers in the order of floats that are no NaN; a zero of either sign has its own. */
+static inline uint32_t h2o_ordered(float x) {
+    union { float f; uint32_t i; } bits = {x};
+    return bits.i & 0x80000000u ? ~bits.i : bits.i | 0x80000000u;
+}
+
+/* The rank-th highest of values[0..count), by their leading bits first: those of the
+ * bin that has it are few, and no branch on the way there is a guess. */
+static float h2o_highest_at(const float *values, int64_t count, int64_t rank,
+                            float *scratch) {
+    int32_t bins[H2O_BINS] = {0};
+    for (int64_t t = 0; t < count; ++t) ++bins[h2o_ordered(values[t]) >> H2O_BIN_SHIFT];
+    uint32_t bin = H2O_BINS - 1;
+    while (rank > bins[bin]) rank -= bins[bin--];
+    int64_t n = 0;
+    for (int64_t t = 0; t < count; ++t) {
+        scratch[n] = values[t];
+        n += h2o_ordered(values[t]) >> H2O_BIN_SHIFT == bin;
+    }
+    return h2o_quickselect(scratch, n, rank);
+}
+
 /* Positions of the `count` highest values, ascending, ties to the lower position. */
 static void h2o_heaviest(const float *values, int64_t length, int64_t count,
                          float *scratch, int64_t *positions) {
-    memcpy(scratch, values, length * sizeof(float));
-    const float lowest = h2o_quickselect(scratch, length, count);
+    const float lowest = h2o_highest_at(values, length, count, scratch);
     int64_t room = count, n = 0;
     for (int64_t t = 0; t < length; ++t) room -= values[t] > lowest;
-    for (int64_t t = 0; t < length; ++t) {
-        const int tie = values[t] == lowest && room > 0;
+    for (int64_t t = 0; n < count; ++t) {
+        const int tie = (values[t] == lowest) & (room > 0);
         room -= tie;
-        if (values[t] > lowest || tie) positions[n++] = t;
+        positions[n] = t;
+        n += (values[t] > lowest) | tie;
     }
 }
 
@@ -108,14 +134,16 @@ static void h2o_choose_head(const h2o_choose_args *c, int64_t head, float *scrat
     h2o_heaviest(pooled, ring_start, heavy, pooled + n, positions);
 }
 
-int h2o_choose(const h2o_choose_args *c) {
+int h2o_choose(const h2o_choose_args *c, int64_t num_layers) {
+    const int64_t heads = c->num_kv_heads;
     int failed = 0;
 #pragma omp parallel for num_threads(c->num_threads) reduction(| : failed) \
     schedule(dynamic)
-    for (int64_t head = 0; head < c->num_kv_heads; ++head) {
-        float *scratch = malloc(3 * c->num_tokens * sizeof(float));
+    for (int64_t i = 0; i < num_layers * heads; ++i) {
+        const h2o_choose_args *layer = c + i / heads;
+        float *scratch = malloc(3 * layer->num_tokens * sizeof(float));
         if (scratch)
-            h2o_choose_head(c, head, scratch);
+            h2o_choose_head(layer, i % heads, scratch);
         else
             failed = 1;
         free(scratch);

@@ -50,13 +50,15 @@ typedef struct {
     float scale, softcap, score_decay;
 } h2o_decode_args;
 
-/* Mirrored likewise: copies of chosen tokens between blocks of one request. */
+/* Mirrored likewise: copies of chosen tokens between blocks of one request in one
+ * layer. Its slots are those of the only row of `target`, which has no query. */
 typedef struct {
+    h2o_decode_args target;
     const int32_t *source_blocks; /* [.] block of position p: [p / block_size] */
     const int64_t *positions;     /* [num_kv_heads][most] chosen, -1 at the end */
-    const int64_t *slots;         /* where they go */
+    const int64_t *slots;         /* where they go, ascending or once around a ring */
     const float *scores;          /* [num_kv_heads][num_tokens] */
-    int64_t num_tokens, most;
+    int64_t num_tokens, most, in_place;
 } h2o_compress_args;
 
 /* Mirrored likewise: consecutive queries over the dense pages of one request, of
@@ -166,11 +168,14 @@ static inline void h2o_softcap(float *x, int64_t count, float cap) {
     }
 }
 
-/* Tokens from the t-th on that follow each other in one page. */
-static inline int64_t h2o_run(const int64_t *at, int64_t t, int64_t count,
-                              int64_t block_size) {
+/* Tokens from the t-th on that come from one page and go to consecutive slots of one. */
+static inline int64_t h2o_piece(const int64_t *positions, const int64_t *slots,
+                                int64_t t, int64_t count, int64_t block_size) {
+    const int64_t page = positions[t] / block_size;
     int64_t end = t + 1;
-    while (end < count && at[end] == at[end - 1] + 1 && at[end] % block_size) ++end;
+    while (end < count && positions[end] / block_size == page &&
+           slots[end] == slots[end - 1] + 1 && slots[end] % block_size)
+        ++end;
     return end - t;
 }
 

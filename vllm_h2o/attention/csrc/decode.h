@@ -402,58 +402,69 @@ int NAME(const h2o_decode_args *a) {
     return failed;
 }
 
-/* Copy `count` tokens between pages, or what has the shape of one; a `stride` is
- * what lies between two elements of a token's key. */
-static inline void FN(copy_tokens)(const ELEM *restrict key, int64_t stride,
-                                   const ELEM *restrict value, ELEM *restrict to_key,
-                                   int64_t to_stride, ELEM *restrict to_value,
-                                   int64_t head_size, int64_t count) {
-    for (int64_t d = 0; d < head_size; ++d)
-        for (int64_t t = 0; t < count; ++t)
-            to_key[d * to_stride + t] = key[d * stride + t];
-    memcpy(to_value, value, count * head_size * sizeof(ELEM));
+/* Tokens positions[0..count) of a page to consecutive slots of another, the first of
+ * them `to_slot`. */
+static inline void FN(gather_tokens)(const h2o_decode_args *a, FN(page) from,
+                                     const int64_t *positions, int64_t count,
+                                     FN(page) to, int64_t to_slot) {
+    const int64_t bs = a->block_size, hs = a->head_size;
+    for (int64_t t = 0; t < count; ++t) {
+        const int64_t i = positions[t] % bs, j = to_slot + t;
+        const ELEM *restrict key = from.key + i;
+        ELEM *restrict to_key = to.key + j;
+        for (int64_t d = 0; d < hs; ++d) to_key[d * bs] = key[d * bs];
+        memcpy(to.value + j * hs, from.value + i * hs, hs * sizeof(ELEM));
+    }
 }
 
-/* Chosen tokens of row 0 into its slots as they are at its position; they may lie
- * in the very blocks that they leave, so they are all read first. */
-static int FN(compress_head)(const h2o_decode_args *a, const h2o_compress_args *c,
-                             int64_t head) {
-    const int64_t bs = a->block_size, hs = a->head_size;
+/* Chosen tokens of row 0 into its slots as they are at its position. In place these
+ * lie in the very pages that tokens leave, so that all are read before one is
+ * written; there a head keeps all, which are where they belong, or fills its pages. */
+static int FN(compress_head)(const h2o_compress_args *c, int64_t head) {
+    const h2o_decode_args *a = &c->target;
+    const int64_t bs = a->block_size, hs = a->head_size, half = bs * hs;
     const int64_t *positions = c->positions + head * c->most;
     const int64_t *slots = c->slots + head * c->most;
     const h2o_slots target = h2o_slots_of(a, 0, head);
-    int64_t count = 0, run;
+    int64_t count = 0, piece;
     while (count < c->most && positions[count] >= 0) ++count;
-    ELEM *keys = malloc(sizeof(ELEM) * 2 * hs * count), *values = keys + hs * count;
-    if (!keys) return 1;
-    for (int64_t t = 0; t < count; t += run) {
+    const int stays = c->in_place && count == c->num_tokens;
+    const int64_t num_pages = c->in_place && !stays ? count / bs : 0;
+    ELEM *staged = num_pages ? malloc(num_pages * 2 * half * sizeof(ELEM)) : NULL;
+    if (num_pages && !staged) return 1;
+    for (int64_t t = 0; t < count; t += piece) {
         char *base = (char *)a->cache;
         base += c->source_blocks[positions[t] / bs] * a->page_stride;
-        const FN(page) page = FN(page_at)(a, base, head);
-        const int64_t i = positions[t] % bs;
-        run = h2o_run(positions, t, count, bs);
-        FN(copy_tokens)(page.key + i, bs, page.value + i * hs, keys + t, count,
-                        values + t * hs, hs, run);
-    }
-    for (int64_t t = 0; t < count; t += run) {
-        const FN(page) page = FN(page_of)(a, &target, slots[t] / bs);
-        const int64_t i = slots[t] % bs;
-        run = h2o_run(slots, t, count, bs);
-        FN(copy_tokens)(keys + t, count, values + t * hs, page.key + i, bs,
-                        page.value + i * hs, hs, run);
-        for (int64_t k = 0; k < run; ++k) {
-            page.score[i + k] = c->scores[head * c->num_tokens + positions[t + k]];
-            page.birth[i + k] = (int32_t)positions[t + k];
+        const FN(page) from = FN(page_at)(a, base, head);
+        const int64_t number = slots[t] / bs, i = slots[t] % bs;
+        FN(page) to = FN(page_of)(a, &target, number);
+        piece = h2o_piece(positions, slots, t, count, bs);
+        for (int64_t k = 0; k < piece; ++k) {
+            to.score[i + k] = c->scores[head * c->num_tokens + positions[t + k]];
+            to.birth[i + k] = (int32_t)positions[t + k];
         }
+        if (staged) {
+            to.key = staged + number * 2 * half;
+            to.value = to.key + half;
+        }
+        if (!stays) FN(gather_tokens)(a, from, positions + t, piece, to, i);
     }
-    free(keys);
+    for (int64_t number = 0; number < num_pages; ++number) {
+        const FN(page) to = FN(page_of)(a, &target, number);
+        const ELEM *key = staged + number * 2 * half;
+        memcpy(to.key, key, half * sizeof(ELEM));
+        memcpy(to.value, key + half, half * sizeof(ELEM));
+    }
+    free(staged);
     return 0;
 }
 
-int COMPRESS(const h2o_decode_args *a, const h2o_compress_args *c) {
+int COMPRESS(const h2o_compress_args *c, int64_t num_layers) {
+    const int64_t heads = c->target.num_kv_heads;
     int failed = 0;
-#pragma omp parallel for num_threads(a->num_threads) reduction(| : failed)
-    for (int64_t head = 0; head < a->num_kv_heads; ++head)
-        failed |= FN(compress_head)(a, c, head);
+#pragma omp parallel for num_threads(c->target.num_threads) \
+    reduction(| : failed) schedule(dynamic)
+    for (int64_t i = 0; i < num_layers * heads; ++i)
+        failed |= FN(compress_head)(c + i / heads, i % heads);
     return failed;
 }

@@ -180,55 +180,49 @@ def decode_resident(
     _kernel(query).decode_resident(query, key, value, pages, rows, params, output)
 
 
-def choose(
-    scores: torch.Tensor,
-    position: int,
-    first_query: int,
-    config: H2OConfig,
-    params: DecodeParams,
-) -> Chosen:
-    """Select the tokens that each KV head keeps, as `select_residents` says.
+@dataclass(frozen=True)
+class ScoredLayer:
+    """What a layer brings to the transition of a request.
 
-    A head with less than the common budget has no room for spans: it picks tokens
-    without pooling. NaN counts as infinite.
-
-    Args:
+    Attributes:
+        pages: The layer's pages.
         scores: `[num_kv_heads, num_tokens]` float32, by position.
-        position: Of the newest token, see `compress`.
-        first_query: Position of the first query that scored.
-        config: The policy.
         params: The layer's constants.
     """
-    return _kernel(scores).choose(scores, position, first_query, config, params)
+
+    pages: Pages
+    scores: torch.Tensor
+    params: DecodeParams
 
 
-def compress(
-    pages: Pages,
+def transition(
+    layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     position: int,
-    chosen: Chosen,
-    scores: torch.Tensor,
-    params: DecodeParams,
+    first_query: int,
+    config: H2OConfig,
 ) -> None:
-    """Copy each KV head's chosen tokens into the slots of a request.
+    """Choose what each KV head of each layer keeps, and copy it into its slots.
 
-    Sources may be overwritten: everything is read before anything is written.
+    The two halves are `reference.choose` and `reference.compress`, layer by layer.
+    Sources may be overwritten: all of a head is read before anything of it is written.
 
     Args:
-        pages: The layer's pages; targets may lie in those of other layers.
+        layers: The layers; of a request's tokens each has scores of its own.
         source_blocks: int32 blocks, the token at position p in block
             `p // block_size`, offset `p % block_size`.
-        target_blocks: `[budget_blocks]` int32 resident blocks.
+        target_blocks: `[budget_blocks]` int32 resident blocks; the very tensor
+            `source_blocks` if a request is rearranged in its blocks.
         position: Of the newest token, which these slots are for: decides whether
             heads have their own. A prompt's last one, or the one that is about to
             be decoded.
-        chosen: What to copy, and where to.
-        scores: `[num_kv_heads, num_tokens]` float32, by position.
-        params: The layer's constants.
+        first_query: Position of the first query that scored.
+        config: The policy.
     """
-    _kernel(scores).compress(
-        pages, source_blocks, target_blocks, position, chosen, scores, params
+    kernel = _kernel(layers[0].scores)
+    kernel.transition(
+        layers, source_blocks, target_blocks, position, first_query, config
     )
 
 

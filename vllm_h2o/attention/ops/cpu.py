@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from vllm_h2o.attention.ops import Chosen, DecodeParams, ResidentRows, reference
+from vllm_h2o.attention.ops import (
+    Chosen,
+    DecodeParams,
+    ResidentRows,
+    ScoredLayer,
+    reference,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
@@ -64,7 +70,10 @@ class _Args(ctypes.Structure):
 class _CompressArgs(ctypes.Structure):
     """Mirror of `h2o_compress_args` in decode.c."""
 
-    _fields_ = _fields("source_blocks positions slots scores", "num_tokens most")
+    _fields_ = [
+        ("target", _Args),
+        *_fields("source_blocks positions slots scores", "num_tokens most in_place"),
+    ]
 
 
 class _ChooseArgs(ctypes.Structure):
@@ -131,41 +140,68 @@ def decode_resident(
         raise MemoryError("the H2O decode kernel could not allocate its scratch")
 
 
-def choose(
-    scores: torch.Tensor,
+def transition(
+    layers: Sequence[ScoredLayer],
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
     position: int,
     first_query: int,
     config: H2OConfig,
-    params: DecodeParams,
-) -> Chosen:
-    """See `vllm_h2o.attention.ops.choose`; whole blocks are chosen in torch."""
-    layout = params.layout
-    if layout.whole_blocks:
-        return reference.choose(scores, position, first_query, config, params)
-    num_kv_heads, num_tokens = scores.shape
-    layouts = tuple(params.layouts_at(position, num_kv_heads))
-    sizes, largest = _choice_sizes(layouts, layout.budget, config.pooling)
-    positions, slots = torch.empty(
-        2, num_kv_heads, min(num_tokens, largest), dtype=torch.int64
-    )
-    assert scores.dtype == torch.float32 and scores.stride(1) == 1
-    args = _ChooseArgs(
-        scores=scores.data_ptr(),
-        layouts=sizes.data_ptr(),
-        positions=positions.data_ptr(),
-        slots=slots.data_ptr(),
-        num_kv_heads=num_kv_heads,
-        num_tokens=num_tokens,
-        scores_stride=scores.stride(0),
-        most=positions.shape[1],
-        sinks=layout.sinks,
-        first_query=first_query,
-        score_mean=config.score == "mean",
-        num_threads=torch.get_num_threads(),
-    )
-    if _library().h2o_choose(ctypes.byref(args)):
-        raise MemoryError("the H2O choose kernel could not allocate its scratch")
-    return Chosen(positions, slots)
+) -> None:
+    """See `vllm_h2o.attention.ops.transition`.
+
+    The heads of all layers share out the threads: heads with budgets of their own
+    have very different amounts of work.
+    """
+    scores = [layer.scores for layer in layers]
+    params = [layer.params for layer in layers]
+    chosen = choose(scores, position, first_query, config, params)
+    compress(layers, source_blocks, target_blocks, position, chosen)
+
+
+def choose(
+    scores: Sequence[torch.Tensor],
+    position: int,
+    first_query: int,
+    config: H2OConfig,
+    params: Sequence[DecodeParams],
+) -> list[Chosen]:
+    """See `reference.choose`, of every layer; whole blocks are chosen in torch."""
+    layers = list(zip(scores, params, strict=True))
+    if params[0].layout.whole_blocks:
+        return [
+            reference.choose(mine, position, first_query, config, constants)
+            for mine, constants in layers
+        ]
+    chosen, all_args = [], []
+    for mine, constants in layers:
+        num_kv_heads, num_tokens = mine.shape
+        layout = constants.layout
+        layouts = tuple(constants.layouts_at(position, num_kv_heads))
+        sizes, largest = _choice_sizes(layouts, layout.budget, config.pooling)
+        positions, slots = torch.empty(
+            2, num_kv_heads, min(num_tokens, largest), dtype=torch.int64
+        )
+        assert mine.dtype == torch.float32 and mine.stride(1) == 1
+        chosen.append(Chosen(positions, slots))
+        all_args.append(
+            _ChooseArgs(
+                scores=mine.data_ptr(),
+                layouts=sizes.data_ptr(),
+                positions=positions.data_ptr(),
+                slots=slots.data_ptr(),
+                num_kv_heads=num_kv_heads,
+                num_tokens=num_tokens,
+                scores_stride=mine.stride(0),
+                most=positions.shape[1],
+                sinks=layout.sinks,
+                first_query=first_query,
+                score_mean=config.score == "mean",
+                num_threads=torch.get_num_threads(),
+            )
+        )
+    _run(_library().h2o_choose, "choose", all_args)
+    return chosen
 
 
 @functools.lru_cache
@@ -183,39 +219,47 @@ def _choice_sizes(
 
 
 def compress(
-    pages: Pages,
+    layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     position: int,
-    chosen: Chosen,
-    scores: torch.Tensor,
-    params: DecodeParams,
+    chosen: Sequence[Chosen],
 ) -> None:
-    """See `vllm_h2o.attention.ops.compress`."""
-    next_position = torch.tensor([position])
-    first_query = torch.tensor([0])
-    scores = scores.contiguous()
+    """See `reference.compress`, of every layer."""
+    row = torch.tensor([position]), torch.tensor([0])  # its query does not matter
     assert source_blocks.dtype == target_blocks.dtype == torch.int32
     assert source_blocks.stride(0) == target_blocks.stride(0) == 1
-    assert scores.dtype == torch.float32
-    assert chosen.positions.is_contiguous() and chosen.slots.is_contiguous()
-    args = _Args(
-        positions=next_position.data_ptr(),
-        first_queries=first_query.data_ptr(),
-        num_rows=1,
-        **_slot_args(pages, target_blocks[None], params),
-    )
-    copies = _CompressArgs(
-        source_blocks=source_blocks.data_ptr(),
-        positions=chosen.positions.data_ptr(),
-        slots=chosen.slots.data_ptr(),
-        scores=scores.data_ptr(),
-        num_tokens=scores.shape[1],
-        most=chosen.positions.shape[1],
-    )
-    function = _function("compress", pages.keys.dtype)
-    if function(ctypes.byref(args), ctypes.byref(copies)):
-        raise MemoryError("the H2O compress kernel could not allocate its scratch")
+    all_args = []
+    for layer, mine in zip(layers, chosen, strict=True):
+        scores = layer.scores
+        assert scores.dtype == torch.float32 and scores.is_contiguous()
+        assert mine.positions.is_contiguous() and mine.slots.is_contiguous()
+        all_args.append(
+            _CompressArgs(
+                target=_Args(
+                    positions=row[0].data_ptr(),
+                    first_queries=row[1].data_ptr(),
+                    num_rows=1,
+                    **_slot_args(layer.pages, target_blocks[None], layer.params),
+                ),
+                source_blocks=source_blocks.data_ptr(),
+                positions=mine.positions.data_ptr(),
+                slots=mine.slots.data_ptr(),
+                scores=scores.data_ptr(),
+                num_tokens=scores.shape[1],
+                most=mine.positions.shape[1],
+                in_place=source_blocks.data_ptr() == target_blocks.data_ptr(),
+            )
+        )
+    function = _function("compress", layers[0].pages.keys.dtype)
+    _run(function, "compress", all_args)
+
+
+def _run(function: Any, name: str, all_args: Sequence[ctypes.Structure]) -> None:
+    """Call a kernel that takes the arguments of all layers."""
+    array = (type(all_args[0]) * len(all_args))(*all_args)
+    if function(array, ctypes.c_int64(len(all_args))):
+        raise MemoryError(f"the H2O {name} kernel could not allocate its scratch")
 
 
 def observe(

@@ -46,7 +46,18 @@ def choose(
     config: H2OConfig,
     params: DecodeParams,
 ) -> Chosen:
-    """See `vllm_h2o.attention.ops.choose`."""
+    """Select the tokens that each KV head keeps, as `select_residents` says.
+
+    A head with less than the common budget has no room for spans: it picks tokens
+    without pooling. NaN counts as infinite.
+
+    Args:
+        scores: `[num_kv_heads, num_tokens]` float32, by position.
+        position: Of the newest token, see `vllm_h2o.attention.ops.transition`.
+        first_query: Position of the first query that scored.
+        config: The policy.
+        params: The layer's constants.
+    """
     heads_of: dict[SlotLayout, list[int]] = {}
     for head, layout in enumerate(params.layouts_at(position, len(scores))):
         heads_of.setdefault(layout, []).append(head)
@@ -72,7 +83,17 @@ def compress(
     scores: torch.Tensor,
     params: DecodeParams,
 ) -> None:
-    """See `vllm_h2o.attention.ops.compress`."""
+    """Copy each KV head's chosen tokens into the slots of a request.
+
+    Args:
+        pages: The layer's pages; targets may lie in those of other layers.
+        source_blocks: See `vllm_h2o.attention.ops.transition`, and so are the next two.
+        target_blocks: Of the slots.
+        position: Of the newest token.
+        chosen: What to copy, and where to.
+        scores: `[num_kv_heads, num_tokens]` float32, by position.
+        params: The layer's constants.
+    """
     size = pages.block_size
     blocks = source_blocks.long()
     rows = ResidentRows(

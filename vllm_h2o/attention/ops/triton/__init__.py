@@ -12,7 +12,7 @@ from vllm_h2o.attention.ops.triton.launch import (
 )
 from vllm_h2o.attention.ops.triton.scoring import observe
 from vllm_h2o.attention.ops.triton.selection import choose
-from vllm_h2o.attention.ops.triton.transition import compress
+from vllm_h2o.attention.ops.triton.transition import compress, transition
 
 __all__ = [
     "DecodeScratch",
@@ -22,4 +22,5 @@ __all__ = [
     "compress",
     "decode_resident",
     "observe",
+    "transition",
 ]

@@ -206,7 +206,7 @@ def choose(
     config: H2OConfig,
     params: DecodeParams,
 ) -> Chosen:
-    """See `vllm_h2o.attention.ops.choose`."""
+    """See `vllm_h2o.attention.ops.reference.choose`."""
     assert scores.stride(1) == 1 and scores.dtype == torch.float32
     num_kv_heads, num_tokens = scores.shape
     layout = params.layout

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import Chosen, DecodeParams
+from vllm_h2o.attention.ops import Chosen, DecodeParams, ScoredLayer
 from vllm_h2o.attention.ops.triton.launch import page_arguments
+from vllm_h2o.attention.ops.triton.selection import choose
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import H2OConfig
 
 _TILE_TOKENS = 32
 # Differ from prompt to prompt: one compilation must serve them all.
@@ -86,6 +90,23 @@ def scatter_kernel(
     tl.store(births + target, token, mask=exists)
 
 
+def transition(
+    layers: Sequence[ScoredLayer],
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+    position: int,
+    first_query: int,
+    config: H2OConfig,
+) -> None:
+    """See `vllm_h2o.attention.ops.transition`."""
+    for layer in layers:
+        scores, params = layer.scores, layer.params
+        chosen = choose(scores, position, first_query, config, params)
+        compress(
+            layer.pages, source_blocks, target_blocks, position, chosen, scores, params
+        )
+
+
 def compress(
     pages: Pages,
     source_blocks: torch.Tensor,
@@ -95,7 +116,7 @@ def compress(
     scores: torch.Tensor,
     params: DecodeParams,
 ) -> None:
-    """See `vllm_h2o.attention.ops.compress`.
+    """See `vllm_h2o.attention.ops.reference.compress`.
 
     Through a copy of the chosen tokens, 2 * head_size elements each: the slots of
     one program are the sources of another where a request is rearranged in place.

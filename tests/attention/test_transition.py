@@ -1,0 +1,83 @@
+"""The transition of all layers on CPU against the torch reference, layer by layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.attention.test_decode import heads_of, make_cache, params_of
+from vllm_h2o.attention.ops import ScoredLayer, cpu, reference
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import H2OConfig
+
+BLOCKS = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
+"""Of three layers of three heads; 3 blocks of 16 on average."""
+BUDGET = 48
+TABLE = torch.tensor([7, 3, 11], dtype=torch.int32)
+PROMPT = torch.tensor([1, 20, 5, 14, 2, 9, 22, 17, 4, 12], dtype=torch.int32)
+
+
+def make_layers(dtype, blocks, num_tokens, params, by_head):
+    """Layers full of tokens, but for NaN in what no prompt and no request has."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    held = [*TABLE.tolist(), *PROMPT.tolist()]
+    pages = [Pages.view(make_cache(dtype, 3, 64, 16)) for _ in blocks]
+    layers = []
+    for i, mine in enumerate(pages):
+        for part in (mine.keys, mine.values):
+            content = torch.randn(part[held].shape, generator=generator)
+            part[held] = content.to(dtype)
+        # Few distinct scores, so that ties are drawn.
+        scores = torch.randint(1, 9, (3, num_tokens), generator=generator) / 4
+        mine.births.fill_(-1)
+        constants = params
+        if by_head:
+            constants = replace(params, heads=heads_of(pages, i, blocks))
+        layers.append(ScoredLayer(mine, scores, constants))
+    return layers
+
+
+def reference_transition(layers, source, target, position, first_query, config):
+    for layer in layers:
+        scores, params = layer.scores, layer.params
+        chosen = reference.choose(scores, position, first_query, config, params)
+        reference.compress(
+            layer.pages, source, target, position, chosen, scores, params
+        )
+
+
+def check(num_tokens, source, position, config, dtype=torch.float32, by_head=True):
+    """Every byte of every layer is the same afterwards."""
+    params = params_of(mean=True, unit=config.eviction_unit, sinks=config.sinks)
+    results = []
+    for op in (reference_transition, cpu.transition):
+        layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
+        op(layers, source, TABLE, position, num_tokens // 2, config)
+        results.append([layer.pages for layer in layers])
+    for expected, actual in zip(*results, strict=True):
+        for name in ("keys", "values", "scores", "births"):
+            torch.testing.assert_close(
+                getattr(actual, name), getattr(expected, name),
+                rtol=0, atol=0, equal_nan=True, msg=name,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 17, 48, 49, 80, 81, 160])
+@pytest.mark.parametrize("by_head", [True, False])
+def test_a_prompt(dtype, num_tokens, by_head):
+    """Shorter than a page, at the budget, beyond that of the richest head."""
+    config = H2OConfig(sinks=4, pooling=3)
+    check(num_tokens, PROMPT, num_tokens - 1, config, dtype, by_head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parting_in_place(dtype):
+    """Sources are overwritten; rich heads keep all, where they are."""
+    config = H2OConfig(sinks=4, pooling=3)
+    check(BUDGET, TABLE, BUDGET, config, dtype)
+
+
+def test_whole_blocks():
+    config = H2OConfig(sinks=4, eviction_unit="block", pooling=1)
+    check(160, PROMPT, 159, config, by_head=False)
