@@ -8,9 +8,9 @@ of each text:
 
     error[g, B] = mean over q of |W_o (o_B[q] - o[q])|^2 / |x[q]|^2
 
-with o the head's attention output, o_B the same over what H2O keeps of the past with
-B slots (sinks, the highest mean probability over earlier queries, the recent half),
-W_o its part of the output projection and x the residual stream after the layer.
+with o the head's attention output, o_B the same over what a plain H2O keeps of the past
+with B slots (4 sinks, the highest mean probability over all earlier queries, the recent
+half; not the preset's choices, what counts is how heads compare), W_o its part of the output projection and x the residual stream after the layer.
 `vllm_h2o.policy.profile.allocate` spends budgets by it. Write it next to the model's
 weights (the default) and `--h2o-head-budgets auto` finds it.
 """
@@ -190,9 +190,17 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not args.model.is_dir() and args.output is None:
+        parser.error(
+            f"{args.model} is no folder to write {FILE_NAME} into: give --output FILE, "
+            "and that file to the engine by --h2o-head-budgets FILE"
+        )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    texts = [tokenizer(path.read_text())["input_ids"] for path in args.texts]
-    texts = [ids[: args.context] for ids in texts if len(ids) >= args.context]
+    read = {path: tokenizer(path.read_text())["input_ids"] for path in args.texts}
+    texts = [ids[: args.context] for ids in read.values() if len(ids) >= args.context]
+    for path, ids in read.items():
+        if len(ids) < args.context:
+            print(f"left out: {path} has {len(ids)} tokens, less than --context")
     if not texts:
         parser.error(
             f"--texts: no file has {args.context} tokens: give longer texts or a "

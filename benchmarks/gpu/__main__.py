@@ -60,7 +60,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What issue 5 asks for, beside what was measured."""
+    """Targets set before anything was measured, beside what was."""
     from benchmarks.gpu.decode import CONTEXT, PLAIN, SCORED
     from benchmarks.gpu.prompt import SCORING_AND_TRANSITION
 

@@ -19,7 +19,7 @@ from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 
 SCORING_AND_TRANSITION = "scores, selection and copy"
-"""The part that issue 5's third target is about."""
+"""The part that the transition's target is about."""
 
 
 def measure_all(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:

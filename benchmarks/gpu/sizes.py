@@ -1,4 +1,4 @@
-"""What is measured: issue 5's shapes, and a miniature of them."""
+"""What is measured: the shapes of the targets, and a miniature of them."""
 
 from __future__ import annotations
 

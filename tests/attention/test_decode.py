@@ -188,6 +188,20 @@ def test_heads_are_chosen_for_together_as_each_alone(position):
         assert (chosen.slots[head, ~held] == -1).all()
 
 
+def test_padding_touches_no_page():
+    pages = Pages.view(make_cache(torch.float32, 3, 64, 16))
+    rows = ResidentRows(
+        torch.tensor([[0, 0, 0], [7, 3, 11]], dtype=torch.int32),
+        torch.tensor([-1, 0]),
+        torch.tensor([0, 0]),
+    )
+    query, key = torch.randn(2, 9, 64), torch.randn(2, 3, 64)
+    output = torch.full_like(query, float("nan"))
+    cpu.decode_resident(query, key, key, pages, rows, params_of(), output)
+    assert output[0].eq(0).all() and output[1].isfinite().all()
+    assert pages.keys[:7].isnan().all() and pages.scores[:7].isnan().all()
+
+
 def test_before_its_first_query_a_row_leaves_all_scores_alone():
     """Rows that are kept whole share pages."""
     params, dtype = params_of(), torch.float32

@@ -20,9 +20,18 @@ def test_every_code_path_runs(tmp_path):
     subprocess.run([sys.executable, "-c", WITHOUT_VLLM, *options], check=True)
     result = json.loads(output.read_text())
     assert all(row["ok"] for row in result["correctness"])
-    # Of prompts, transitions, selections and steps of several kinds.
-    kinds = {row["check"].split(":")[0] for row in result["correctness"]}
-    assert kinds >= {"window", "transition", "selection", "step"}
+    kinds = [row["check"].split(":")[0] for row in result["correctness"]]
+    assert sorted(kinds) == [
+        "all queries",
+        "selection block",
+        "selection by head",
+        "selection token",
+        "step",
+        "step block",
+        "step token",
+        "transition",
+        "window",
+    ]
     assert any("by head" in row["part"] for row in result["prompt"])
     assert any("by head" in row["kernel"] for row in result["decode"])
     for part in ("decode", "sweep", "prompt"):

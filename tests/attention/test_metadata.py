@@ -35,7 +35,7 @@ class Layer:
         return self
 
 
-def build(scheduled, batch):
+def build(scheduled, batch, **given):
     """Metadata of a step scheduled in one order, in a batch of another."""
     config = config_of(WINDOW, BUDGET, 48)
     plain = FullAttentionSpec(
@@ -63,11 +63,15 @@ def build(scheduled, batch):
             len(batch), columns
         ),
         slot_mapping=torch.arange(int(starts[-1])),
+        **given,
     )
     parted = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metadata_module, "transition", lambda *args: parted.append(args))
         metadata = builder.build(0, common)
+    if "fills" not in batch:
+        assert not parted
+        return metadata, common, spec
     ((layers, source, target, position, first_query, policy),) = parted
     assert layers == [layer] and source is target
     assert target.tolist() == filled_blocks(common, spec, batch)
@@ -119,6 +123,40 @@ def test_mixed_batch():
     assert torch.equal(observed.resident_blocks, table[2, first : first + used])
 
 
+def test_scores_of_earlier_steps_are_there_for_every_group():
+    step = StepRows()
+    for layer in ("one", "another"):
+        step.partial_scores("r")[layer] = layer
+    for layer in ("one", "another"):  # as `observe_prompt` takes them
+        assert step.partial_scores("r").pop(layer) == layer
+    step.partial_scores("r")["one"] = 1
+    step.begin(plan_of({}), ["r"])
+    assert step.partial_scores("r") == {}
+
+
+def test_what_the_last_step_left_is_done_once_and_not_for_the_gone():
+    step, done = StepRows(), []
+    for name in ("stays", "gone"):
+        step.later.setdefault(name, []).append(lambda name=name: done.append(name))
+    step.begin(plan_of({}), ["gone"])
+    step.begin(plan_of({}), [])
+    assert done == ["stays"]
+
+
+def test_bidirectional_prompts_are_left_to_stock():
+    """Our kernel is causal."""
+    metadata, _, _ = build(("ends", "fills"), ["ends", "fills"], causal=False)
+    assert not metadata.observed[0].attends
+    assert metadata.stock.num_reqs == 1 and metadata.stock.causal is False
+
+
+def test_images_ranges_follow_their_rows():
+    ranges = {0: [], 1: [(5, 9)], 2: [(20, 50)]}
+    batch = ["old", "chunk", "read"]
+    metadata, _, _ = build(tuple(batch), batch, mm_req_doc_ranges=ranges)
+    assert metadata.stock.mm_req_doc_ranges == {0: [(5, 9)], 1: [(20, 50)]}
+
+
 def test_a_prompt_that_only_scores_leaves_nothing_to_stock():
     metadata, _, _ = build(("ends", "fills"), ["ends", "fills"])
     assert metadata.stock is None
@@ -132,4 +170,4 @@ def test_rows_of_a_plan_in_any_order():
     assert plan.rows == ROWS
     rows = BatchRows.of(plan, ["fills", "chunk"])
     assert [rows.row(0), rows.row(1)] == [ROWS["fills"], ROWS["chunk"]]
-    assert rows.is_resident.tolist() == [True, False]
+    assert rows.decodes.tolist() == [True, False]

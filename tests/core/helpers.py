@@ -213,8 +213,8 @@ class Driver:
                 assert row.num_computed_tokens <= limit
                 self.transitions[name] = 0
             end = row.num_computed_tokens + row.num_scheduled_tokens
-            assert row.is_resident == (row.num_computed_tokens >= row.prefill_end)
-            if row.is_resident:
+            assert row.decodes == (row.num_computed_tokens >= row.prefill_end)
+            if row.decodes:
                 assert row.num_scheduled_tokens == 1
                 assert row.is_kept_whole or self.transitions[name] == 1
             else:

@@ -22,7 +22,7 @@ class AsyncDriver(Driver):
         for name, row in output.h2o_plan.rows.items():
             blocks = self.manager.req_to_blocks[name]
             dense = self.manager.dense_columns
-            moved = row.is_resident and not row.is_kept_whole
+            moved = row.decodes and not row.is_kept_whole
             part = blocks[dense:] if moved else blocks
             reads[name] = {b.block_id for b in part if not b.is_null}
             assert reads[name]
@@ -81,7 +81,7 @@ def test_dense_blocks_wait_for_the_transition_to_be_processed():
     assert next(iter(first.h2o_plan.rows.values())).is_transition
     # The first decode step is scheduled while the transition is in flight.
     second = driver.schedule()
-    assert next(iter(second.h2o_plan.rows.values())).is_resident
+    assert next(iter(second.h2o_plan.rows.values())).decodes
     assert held() == dense + resident
     driver.process()
     driver.schedule()

@@ -3,7 +3,14 @@
 import pytest
 
 import vllm_h2o
-from tests.engine.helpers import assert_pool_whole, check, engine, greedy, scheduler
+from tests.engine.helpers import (
+    assert_pool_whole,
+    check,
+    engine,
+    generate,
+    greedy,
+    scheduler,
+)
 from tests.engine.tiny_models import random_prompts, save_hybrid
 
 pytestmark = pytest.mark.engine
@@ -23,10 +30,12 @@ def model(tmp_path_factory):
 
 
 def run(llm):
+    """Tokens of each prompt, and how many of its own were found in the cache."""
     inputs = [{"prompt_token_ids": p} for p in random_prompts(*LENGTHS)]
     outputs = llm.generate(inputs, greedy(100, detokenize=False), use_tqdm=False)
     assert_pool_whole(llm)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    hits = [output.num_cached_tokens for output in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs], hits
 
 
 def test_only_full_attention_layers_are_compressed(model):
@@ -39,7 +48,7 @@ def test_only_full_attention_layers_are_compressed(model):
             "SlidingWindowManager",
         ]
         llm.collective_rpc("probe_watch")
-        cold = run(llm)
+        cold, _ = run(llm)
         survivors = llm.collective_rpc("probe_survivors")[0]
         for per_layer in survivors.values():
             for heads in per_layer:
@@ -48,12 +57,34 @@ def test_only_full_attention_layers_are_compressed(model):
         assert stats["transitions"] == len(LENGTHS)
         assert stats["tokens_evicted"] == sum(n + 99 - 128 for n in LENGTHS)
         check(llm)
-        assert run(llm) == cold, "a warm prefix cache changed the tokens"
+        warm, hits = run(llm)
+        assert warm == cold, "a warm prefix cache changed the tokens"
+        # All but the window of 32 that scores, in whole blocks.
+        assert hits == [(n - 32) // 32 * 32 for n in LENGTHS]
+
+
+def test_several_groups_of_compressed_layers(tmp_path):
+    """Each has its own metadata; scores of a prompt in chunks are kept for all."""
+    model, prompt = save_hybrid(tmp_path, windowed=1, full=3), random_prompts(300)
+    options = OPTIONS | {"enable_prefix_caching": False}
+    window = {"h2o_observation_window": "all"}
+    results = []
+    with engine(model, kv_policy="h2o", h2o_budget=64, **window, **options) as llm:
+        managers = scheduler(llm).kv_cache_manager.coordinator.single_type_managers
+        assert [type(m).__name__ for m in managers].count("H2OManager") == 3
+        for chunk in (1024, 64, 33):
+            scheduler(llm).max_num_scheduled_tokens = chunk
+            llm.collective_rpc("probe_watch")
+            tokens = generate(llm, prompt, 16)
+            (survivors,) = llm.collective_rpc("probe_survivors")[0].values()
+            results.append((tokens, survivors))
+            assert_pool_whole(llm)
+    assert results[1] == results[0] and results[2] == results[0]
 
 
 def test_budget_that_never_binds_gives_stock_tokens(model):
     probe = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
     with engine(model, **probe, **OPTIONS) as llm:
-        expected = run(llm)
+        expected, _ = run(llm)
     with engine(model, kv_policy="h2o", h2o_budget=1024, **OPTIONS) as llm:
-        assert run(llm) == expected
+        assert run(llm)[0] == expected

@@ -95,7 +95,7 @@ def watch_prefill(llm):
         counted.extend(
             row.num_scheduled_tokens
             for row in output.h2o_plan.rows.values()
-            if not row.is_resident
+            if not row.decodes
         )
         return output
 

@@ -72,23 +72,28 @@ def test_engine_equals_reference(llm, prompts, expected, number):
     assert_equal(llm, prompts, [results[number] for results in expected])
 
 
-def test_budgets_by_head_equal_reference():
-    """Also of a request that fills the common budget while it generates."""
+@pytest.mark.parametrize("block", [32, 128])
+def test_budgets_by_head_equal_reference(block):
+    """Also of a request that fills the common budget while it generates.
+
+    vLLM's default on CPU are blocks of 128.
+    """
     folder = ensure_model()
     profile = HeadProfile.load(folder / FILE_NAME)
-    blocks = allocate(profile, SIZES.block, SIZES.budget // SIZES.block, 64, 1)
-    sizes = [[own_sizes(n) for n in layer] for layer in blocks]
-    assert len({head.budget for layer in sizes for head in layer}) > 4
+    blocks = allocate(profile, block, BUDGET // block, 2048 // block, 1)
+    sizes = [[own_sizes(n, block) for n in layer] for layer in blocks]
+    assert len({head.budget for layer in sizes for head in layer}) > 3
+    common = Sizes(heavy=BUDGET // 2, recent=BUDGET // 2, block=block)
     variant = Variant(64, 15, "mean", "token", sinks=0)
     prompts = prompts_of(220, 300, 1100)
     model = DenseLlama(folder)
     expected = [
-        generate_densely(model, prompt, NUM_TOKENS, [variant], SIZES, sizes)[0]
+        generate_densely(model, prompt, NUM_TOKENS, [variant], common, sizes)[0]
         for prompt in prompts
     ]
     settings = json.loads(settings_of(variant))
     options = {f"h2o_{name}": value for name, value in settings.items()}
-    with engine(kv_policy="h2o", **options) as llm:
+    with engine(kv_policy="h2o", block_size=block, **options) as llm:
         llm.collective_rpc("probe_watch")
         assert_equal(llm, prompts, expected)
 
@@ -123,12 +128,12 @@ def test_loss_equals_reference(tmp_path):
         assert loss == pytest.approx(sum(result.losses) / 160, abs=0.002)
 
 
-def own_sizes(blocks):
+def own_sizes(blocks, block):
     """Half heavy, half recent: of several blocks whole ones, the odd one recent."""
     if blocks == 1:
-        return Sizes(SIZES.block // 2, SIZES.block // 2, SIZES.block)
-    recent = (blocks + 1) // 2 * SIZES.block
-    return Sizes(blocks * SIZES.block - recent, recent, SIZES.block)
+        return Sizes(block // 2, block // 2, block)
+    recent = (blocks + 1) // 2 * block
+    return Sizes(blocks * block - recent, recent, block)
 
 
 def assert_equal(llm, prompts, expected):

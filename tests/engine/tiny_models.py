@@ -29,14 +29,14 @@ def save_llama(folder: Path) -> Path:
     return _save(LlamaForCausalLM, LlamaConfig(num_hidden_layers=4, **_COMMON), folder)
 
 
-def save_hybrid(folder: Path) -> Path:
-    """A Gemma 3: sliding-window layers and full-attention layers."""
+def save_hybrid(folder: Path, windowed: int = 2, full: int = 1) -> Path:
+    """A Gemma 3: twice so many sliding-window layers, then full-attention layers."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        num_hidden_layers=6,
+        num_hidden_layers=2 * (windowed + full),
         sliding_window=64,
-        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        layer_types=(["sliding_attention"] * windowed + ["full_attention"] * full) * 2,
         query_pre_attn_scalar=32,
         **_COMMON,
     )

@@ -78,7 +78,7 @@ class WorkerProbe:
                 row, first = rows.row(i), builder.spec.dense_columns
                 if row.is_kept_whole:
                     continue
-                if row.is_resident or row.is_transition:
+                if row.decodes or row.is_transition:
                     end = row.num_computed_tokens + row.num_scheduled_tokens
                     blocks = common.block_table_tensor[
                         i, first : first + builder.layout.budget_blocks

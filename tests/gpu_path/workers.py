@@ -22,7 +22,7 @@ class InterpretedWorker(H2OCPUWorker):
             "vllm_h2o.attention.cuda_backend.H2OTritonAttentionBackend",
         )
         # Kernels are chosen by the tensors' device, which is the CPU here.
-        ops._kernel = lambda tensor, without_cuda="": triton
+        ops._kernel = lambda tensor: triton
 
     def init_device(self) -> None:
         """Note what runner V1 asks its dispatcher of CUDA graphs for."""
@@ -36,7 +36,7 @@ class InterpretedWorker(H2OCPUWorker):
         def noting(*args: Any, **kwargs: Any) -> Any:
             plan = self._step._plan
             if plan and kwargs["num_tokens"] == len(plan.rows):
-                seen = (self._step.all_resident, kwargs["uniform_decode"])
+                seen = (self._step.all_decode, kwargs["uniform_decode"])
                 self._one_token_steps.append(seen)
             return dispatch(*args, **kwargs)
 

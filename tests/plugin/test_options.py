@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import vllm
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from benchmarks.smollm2 import ensure_model
+from vllm_h2o.attention import cpu_backend
 from vllm_h2o.core.settings import h2o_config, parse_settings
 from vllm_h2o.plugin.validate import check_vllm_config
 from vllm_h2o.policy.config import PRESETS, H2OConfig, resolve_config
@@ -291,6 +293,42 @@ def test_context_parallel_is_refused(model_of, kind):
     setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)
     with pytest.raises(ValueError, match=f"--{kind}-context-parallel-size=2: use 1"):
         check_vllm_config(config)
+
+
+def test_pipeline_without_async_scheduling_is_refused(model_of):
+    """vLLM on CPU has neither: change a config that it made."""
+    config = resolved(model_of("LlamaForCausalLM", **LLAMA))
+    config.parallel_config.pipeline_parallel_size = 2
+    config.scheduler_config.async_scheduling = True
+    check_vllm_config(config)
+    config.scheduler_config.async_scheduling = False
+    with pytest.raises(ValueError, match="--pipeline-parallel-size.*async"):
+        check_vllm_config(config)
+
+
+def test_cache_layout_without_a_kernel_is_refused(model_of, monkeypatch):
+    options = model_of("LlamaForCausalLM", **LLAMA)
+    for isa in ("amx", "vec16"):
+        monkeypatch.setattr(cpu_backend, "_get_attn_isa", lambda *_, isa=isa: isa)
+        resolved(options)
+    monkeypatch.setattr(cpu_backend, "_get_attn_isa", lambda *_: "neon")
+    refused(options, "'neon'", "x86-64")
+
+
+def test_another_vllm_is_refused_where_a_policy_is_asked_for(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
+    with pytest.raises(ValueError, match=r"0\.33\.1.*vllm==0\.32\.0.*--kv-policy"):
+        EngineArgs(kv_policy="h2o")
+    EngineArgs(kv_policy="full")
+
+
+def test_full_is_the_off_switch(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"dtype": "float32"}
+    plain, full = EngineArgs(**options), EngineArgs(**options, kv_policy="full")
+    for config in (plain.create_engine_config(), full.create_engine_config()):
+        assert config.scheduler_config.scheduler_cls is None
+        assert "h2o" not in config.parallel_config.worker_cls
+        assert config.additional_config == {}
 
 
 def test_hybrid_model_without_its_manager_is_refused(model_of):

@@ -73,7 +73,16 @@ def test_a_single_block_is_shared(config, expected):
     assert SlotLayout.fewest_blocks(config, 32) == 1
     layout = SlotLayout.of_blocks(config, 32, 1)
     assert (layout.heavy_slots, layout.recent_slots) == expected
-    assert SlotLayout.fewest_blocks(H2OConfig(sinks=17), 32) == 2
+
+
+@pytest.mark.parametrize(
+    "sinks, recent_ratio, fewest",
+    [(16, 0.5, 1), (17, 0.5, 2), (32, 0.5, 2), (33, 0.5, 4), (65, 0.1, 4)],
+)
+def test_the_poorest_head_holds_the_sinks(sinks, recent_ratio, fewest):
+    config = H2OConfig(sinks=sinks, recent_ratio=recent_ratio)
+    assert SlotLayout.fewest_blocks(config, 32) == fewest
+    assert SlotLayout.of_blocks(config, 32, fewest).heavy_slots >= sinks
 
 
 def test_pinned_slots():

@@ -51,7 +51,8 @@ class H2OBackend(_Stock):
 
 
 class H2OImpl(_Stock):
-    """One layer: prompts by the stock backend, resident rows by our kernels.
+    """One layer: prompts by the stock backend (on CPU, steps that mostly score by our
+    kernel), decodes by our kernels.
 
     Layers that are not full decoder attention run stock.
     """

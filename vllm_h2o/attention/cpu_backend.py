@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
+    _get_attn_isa,
 )
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
@@ -25,7 +26,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class H2OCPUImpl(H2OImpl, CPUAttentionBackendImpl):
-    """Stock CPU attention for prompts."""
+    """Stock CPU attention for what our kernels do not attend to."""
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
         """See the base class."""
@@ -46,11 +47,16 @@ class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
             logger.info_once("H2O uses the vec layout of the KV cache instead of amx")
             self.isa = "vec"
             self._set_isa_to_layers(layer_names)
-        if self.isa not in ("vec", "vec16"):
-            raise ValueError(
-                f"H2O on CPU reads the KV cache layouts vec and vec16, not "
-                f"{self.isa!r} of this processor: drop --kv-policy"
-            )
+
+
+def check_cache_layout(dtype: torch.dtype, block_size: int, head_size: int) -> None:
+    """Raise ValueError where vLLM lays the cache out as our kernels can not read it."""
+    isa = _get_attn_isa(dtype, block_size, head_size)
+    if isa not in ("vec", "vec16", "amx"):  # amx: the builder asks for vec
+        raise ValueError(
+            f"H2O on CPU reads the KV cache layouts vec and vec16, not {isa!r} of this "
+            "processor: use x86-64, or drop --kv-policy (kv_policy, enable_h2o)"
+        )
 
 
 class H2OCPUBackend(H2OBackend, CPUAttentionBackend):
@@ -70,3 +76,4 @@ class H2OCPUBackend(H2OBackend, CPUAttentionBackend):
     def check_supported(cls, spec: FullAttentionSpec, vllm_config: VllmConfig) -> None:
         """See the base class."""
         cpu.check_supported(spec.dtype, spec.head_size, spec.block_size)
+        check_cache_layout(spec.dtype, spec.block_size, spec.head_size)

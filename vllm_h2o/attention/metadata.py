@@ -53,7 +53,8 @@ class H2OMetadata:
 
     Attributes:
         layout: The slots of a resident request.
-        stock: Metadata of the prefilling rows for the stock backend, or None.
+        stock: Metadata of the prefilling rows that the stock backend attends to, or
+            None.
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
         observed: Prefilling rows with observation queries or their transition.
         resident: The resident rows, or None.
@@ -106,7 +107,7 @@ class BatchRows:
         return cls(request_ids, *torch.from_numpy(counts))
 
     @property
-    def is_resident(self) -> torch.Tensor:
+    def decodes(self) -> torch.Tensor:
         """`[num_rows]` bool."""
         return self.num_computed_tokens >= self.prefill_ends
 
@@ -160,9 +161,9 @@ class StepRows:
         self._plan = None
 
     @property
-    def all_resident(self) -> bool:
-        """Whether every row decodes over its resident blocks, or is a dummy."""
-        return not self._plan or self._plan.all_resident
+    def all_decode(self) -> bool:
+        """Whether every row decodes, or is a dummy."""
+        return not self._plan or self._plan.all_decode
 
     def rows(self, num_reqs: int) -> BatchRows | None:
         """The rows of the batch in order, or None in a dummy run."""
@@ -170,16 +171,9 @@ class StepRows:
             return None
         return BatchRows.of(self._plan, list(self.request_ids()[:num_reqs]))
 
-    def partial_scores(self, request_id: str, keep: bool) -> PartialScores:
-        """Scores of earlier steps of this prompt.
-
-        Args:
-            request_id: The request.
-            keep: Whether a later step will ask again.
-        """
-        if keep:
-            return self._partial.setdefault(request_id, {})
-        return self._partial.pop(request_id, {})
+    def partial_scores(self, request_id: str) -> PartialScores:
+        """Scores of earlier steps of a prompt; each layer takes its own out."""
+        return self._partial.setdefault(request_id, {})
 
 
 _Stock: Any = object
@@ -245,16 +239,16 @@ class H2OMetadataBuilder(_Stock):
                 return self._build_dummy(common_prefix_len, common, fast_build)
             return super().build(common_prefix_len, common, fast_build)
         metadata = H2OMetadata(self.layout)
-        is_resident = rows.is_resident
-        if not is_resident.all():
-            prompts = (~is_resident).nonzero().flatten().tolist()
+        decodes = rows.decodes
+        if not decodes.all():
+            prompts = (~decodes).nonzero().flatten().tolist()
             metadata.observed = self._observed(common, rows, prompts)
-            stock = [i for i in prompts if not self._attends(rows.row(i))]
+            stock = [i for i in prompts if not self._attends(common, rows.row(i))]
             if stock:
                 index = torch.tensor(stock)
                 dense, metadata.stock_tokens = _select_rows(common, index)
                 metadata.stock = super().build(common_prefix_len, dense, fast_build)
-        if is_resident.any():
+        if decodes.any():
             self._part_ways(common, rows)
             self._add_resident(metadata, common, rows)
         return metadata
@@ -263,7 +257,7 @@ class H2OMetadataBuilder(_Stock):
         self, metadata: H2OMetadata, common: CommonAttentionMetadata, rows: BatchRows
     ) -> None:
         # Our kernel writes the tokens of these rows; the stock update skips slot -1.
-        index = rows.is_resident.nonzero().flatten()
+        index = rows.decodes.nonzero().flatten()
         assert (rows.num_scheduled_tokens[index] == 1).all()
         if len(index) == len(rows.request_ids):
             metadata.resident = self._resident(common, rows.first_queries)
@@ -332,7 +326,7 @@ class H2OMetadataBuilder(_Stock):
         if not self.parting:
             return
         first = self.spec.dense_columns
-        filled = rows.is_resident & (rows.num_computed_tokens == self.layout.budget)
+        filled = rows.decodes & (rows.num_computed_tokens == self.layout.budget)
         for i in filled.nonzero().flatten().tolist():
             blocks = common.block_table_tensor[i, first:][: self.layout.budget_blocks]
             layers = [
@@ -344,9 +338,9 @@ class H2OMetadataBuilder(_Stock):
                 layers, blocks, blocks, self.layout.budget, first_query, self.spec.h2o
             )
 
-    def _attends(self, row: RowPlan) -> bool:
-        """Whether our kernel attends in this step of a prompt."""
-        return self.attends_observed and row.mostly_scores
+    def _attends(self, common: CommonAttentionMetadata, row: RowPlan) -> bool:
+        """Whether our kernel, which is causal, attends in this step of a prompt."""
+        return self.attends_observed and row.mostly_scores and common.causal is True
 
     def _observed(
         self, common: CommonAttentionMetadata, rows: BatchRows, prompts: list[int]
@@ -371,10 +365,8 @@ class H2OMetadataBuilder(_Stock):
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
-                    attends=self._attends(row),
-                    partial=self.step.partial_scores(
-                        rows.request_ids[i], keep=not row.is_transition
-                    ),
+                    attends=self._attends(common, row),
+                    partial=self.step.partial_scores(rows.request_ids[i]),
                     later=self.step.later.setdefault(rows.request_ids[i], []),
                 )
             )
@@ -405,6 +397,13 @@ def _select_rows(
     def picked(rows: Any, by: Any = chosen) -> Any:
         return None if rows is None else rows[by]
 
+    ranges = common.mm_req_doc_ranges
+    if ranges is not None:
+        ranges = {i: ranges.get(old, []) for i, old in enumerate(chosen.tolist())}
+    causal = common.causal
+    if isinstance(causal, torch.Tensor):
+        causal = causal[index]
+
     return common.replace(
         query_start_loc=async_tensor_h2d(start_loc_cpu, device),
         query_start_loc_cpu=start_loc_cpu,
@@ -413,6 +412,8 @@ def _select_rows(
         is_prefilling=picked(common.is_prefilling),
         positions=picked(common.positions, by=tokens),
         req_idx=picked(common.req_idx, by=chosen.tolist()),
+        mm_req_doc_ranges=ranges,
+        causal=causal,
         num_reqs=len(chosen),
         num_actual_tokens=len(tokens_cpu),
         max_query_len=int(lengths.max()),

@@ -6,6 +6,7 @@ Everything here follows from token counts; no score reaches the scheduler.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -46,9 +47,10 @@ class H2OManager(FullAttentionManager):
     # A hit that ends inside a block would make its tail private by a copy.
     supports_fine_grained_hash_lookup = False
 
-    _must_run: ClassVar[int] = 0
-    """First prompt query that has to run, of the request begun last: vLLM looks hits
-    up by class, right after that, and does not say whose."""
+    _lookup: ClassVar[threading.local] = threading.local()
+    """`must_run`: first prompt query that has to run, of the request begun last. vLLM
+    looks hits up by class, right after that in the same thread, and does not say
+    whose."""
 
     def __init__(self, kv_cache_spec: H2OAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -84,7 +86,7 @@ class H2OManager(FullAttentionManager):
             first_query = first_observer(self.policy, prefill_end)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
-        H2OManager._must_run = first_query
+        self._lookup.must_run = first_query
 
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""
@@ -101,6 +103,12 @@ class H2OManager(FullAttentionManager):
     def is_kept_whole(self, request_id: str) -> bool:
         """Whether the request can not outgrow the budget."""
         return self._first_query[request_id] >= self._prefill_end[request_id]
+
+    def replay_boundary(self, request_id: str) -> int:
+        """Tokens from which a repeat of the prompt can resume; 0: as stock's can."""
+        if self.is_kept_whole(request_id):
+            return 0
+        return self._first_query[request_id] // self.block_size * self.block_size
 
     def _required(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """Dense and resident blocks that `num_tokens` tokens need."""
@@ -241,7 +249,7 @@ class H2OManager(FullAttentionManager):
         """
         return super().find_longest_cache_hit(
             block_hashes,
-            min(max_length, cls._must_run),
+            min(max_length, getattr(cls._lookup, "must_run", 0)),
             kv_cache_group_ids,
             block_pool,
             kv_cache_spec,

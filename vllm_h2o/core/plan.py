@@ -37,15 +37,15 @@ class RowPlan(NamedTuple):
         return 2 * scoring >= self.num_scheduled_tokens
 
     @property
-    def is_resident(self) -> bool:
-        """Decodes, by the resident kernels."""
+    def decodes(self) -> bool:
+        """Whether the prompt has been read: the decode kernels take the row."""
         return self.num_computed_tokens >= self.prefill_end
 
     @property
     def is_transition(self) -> bool:
         """Computes the last token of its prompt in this step, and is compressed."""
         end = self.num_computed_tokens + self.num_scheduled_tokens
-        ends = not self.is_resident and end >= self.prefill_end
+        ends = not self.decodes and end >= self.prefill_end
         return ends and not self.is_kept_whole
 
 
@@ -87,7 +87,7 @@ class ResidencyPlan:
         return dict(zip(self.request_ids, rows, strict=True))
 
     @property
-    def all_resident(self) -> bool:
+    def all_decode(self) -> bool:
         """Whether every request decodes."""
         counts = zip(self.num_computed_tokens, self.prefill_ends, strict=True)
         return all(computed >= end for computed, end in counts)

@@ -46,7 +46,12 @@ class H2OScheduler(AsyncScheduler):
         most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         for manager in self.h2o_managers:
             manager.begin_prefill(request.request_id, request.num_tokens, most)
-        return super()._get_local_prefix_cache_hit(request)
+        hit = super()._get_local_prefix_cache_hit(request)
+        blocks, num_local, boundary, diverged = hit
+        # Sliding-window layers keep only what a repeat can resume at, and that is
+        # earlier here: all groups have to hit.
+        boundary = boundary or self.h2o_managers[0].replay_boundary(request.request_id)
+        return blocks, num_local, boundary, diverged
 
     def _update_request_as_session(self, session, update) -> None:
         # Streaming input: the next turn is read densely again, like a request

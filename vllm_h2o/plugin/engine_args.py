@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from vllm_h2o import __version__
 from vllm_h2o.core.settings import CONFIG_KEY, parse_settings, settings_of
 from vllm_h2o.policy.config import (
     OPTION_NAMES,
@@ -38,6 +39,7 @@ WORKER_CLS = {
 }
 
 _PREFIX = "h2o_"
+_VLLM = "0.32"
 _NEEDED = (
     "scheduler_cls",
     "worker_cls",
@@ -150,12 +152,25 @@ def apply(engine_args: Any) -> None:
     _check_given(engine_args, config)
     if config is None:
         return
+    _check_version()
     # Merged, so that a user's own additional_config is kept.
     additional = engine_args.additional_config or {}
     settings = settings_of(config, options)
     engine_args.additional_config = {**additional, CONFIG_KEY: settings}
     _claim(engine_args, "scheduler_cls", None, SCHEDULER_CLS)
     _claim(engine_args, "worker_cls", "auto", needed_worker_cls())
+
+
+def _check_version() -> None:
+    """Raise where classes of ours would meet others than those that they extend."""
+    import vllm
+
+    if not vllm.__version__.startswith(f"{_VLLM}."):
+        raise ValueError(
+            f"kv_policy (--kv-policy) is given, but vllm-h2o {__version__} is for vLLM "
+            f"{_VLLM}, and this is {vllm.__version__}: install vllm=={_VLLM}.0, or drop "
+            "--kv-policy (kv_policy, enable_h2o)"
+        )
 
 
 def _check_given(engine_args: Any, config: H2OConfig | None) -> None:

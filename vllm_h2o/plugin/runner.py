@@ -52,7 +52,7 @@ def follow(runner: Any, step: StepRows, is_v2: bool) -> None:
 def _following_v1(determine: Any, step: StepRows) -> Any:
     @functools.wraps(determine)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not step.all_resident:
+        if not step.all_decode:
             kwargs["force_uniform_decode"] = False
         return determine(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def _following_v2(gather: Any, step: StepRows) -> Any:
         state, uniform_token_count = gather(*args, **kwargs)
         request_ids = state.req_ids if state is not None else ()
         step.request_ids = lambda: request_ids
-        return state, uniform_token_count if step.all_resident else None
+        return state, uniform_token_count if step.all_decode else None
 
     return wrapper
 

@@ -126,6 +126,12 @@ def _check_parallel(vllm_config: VllmConfig) -> None:
     if parallel.prefill_context_parallel_size > 1:
         size = parallel.prefill_context_parallel_size
         _refuse("--prefill-context-parallel-size", size, "use 1")
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 and not vllm_config.scheduler_config.async_scheduling:
+        # H2O's scheduler is vLLM's asynchronous one, which then schedules tokens
+        # that the first stage does not get.
+        fix = "use --async-scheduling where vLLM has it, or --pipeline-parallel-size 1"
+        _refuse("--pipeline-parallel-size without --async-scheduling", stages, fix)
     if vllm_config.kv_transfer_config is not None:
         connector = vllm_config.kv_transfer_config.kv_connector
         _refuse("--kv-transfer-config", connector, "drop --kv-transfer-config")
@@ -149,9 +155,11 @@ def _check_kernel(vllm_config: VllmConfig) -> None:
     block_size = vllm_config.cache_config.block_size
     shape = (model.dtype, model.get_head_size(), block_size)
     if current_platform.is_cpu():
+        from vllm_h2o.attention.cpu_backend import check_cache_layout
         from vllm_h2o.attention.ops import cpu
 
         cpu.check_supported(*shape)
+        check_cache_layout(model.dtype, block_size, model.get_head_size())
         return
     from vllm_h2o.attention.ops import triton
 
@@ -218,6 +226,7 @@ def check_kv_cache_config(
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
     from vllm_h2o.core.spec import H2OAttentionSpec
 
@@ -229,7 +238,11 @@ def check_kv_cache_config(
     }
     for name, layer in layers.items():
         spec = spec_of.get(name)
-        if spec is None or layer.sliding_window is not None:
+        if (
+            spec is None
+            or layer.sliding_window is not None
+            or isinstance(spec, ChunkedLocalAttentionSpec)
+        ):
             continue
         if type(spec) is not H2OAttentionSpec:
             raise ValueError(

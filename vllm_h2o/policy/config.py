@@ -19,7 +19,7 @@ _UNITS = ("token", "block")
 
 @dataclass(frozen=True)
 class H2OConfig:
-    """A KV eviction policy, fully resolved.
+    """A KV eviction policy, fully resolved; `PRESETS` has those with a name.
 
     Attributes:
         policy: Name of the preset that the values started from.
@@ -129,7 +129,7 @@ def parse_budget(value: int | str) -> int | str:
 
 def parse_window(value: int | str) -> int | str:
     """Return an `int` number of prompt queries, or `"all"`."""
-    fix = "use a number of prompt queries such as 64, or 'all'"
+    fix = "use a number of prompt queries such as 32, or 'all'"
     if isinstance(value, bool):
         raise _bad("observation_window", value, fix)
     if isinstance(value, str) and value.strip().lower() == ALL_QUERIES:

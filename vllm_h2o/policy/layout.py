@@ -59,14 +59,7 @@ class SlotLayout:
     def of_blocks(cls, config: H2OConfig, block_size: int, blocks: int) -> SlotLayout:
         """The layout of a budget of `blocks` whole blocks, at least `fewest_blocks`."""
         budget = blocks * block_size
-        if config.keeps_heavy_set:
-            # Both parts share a single block; of more, each has whole ones.
-            unit, least = (block_size, 1) if blocks > 1 else (1, max(config.sinks, 1))
-            units = budget // unit
-            recent = int(units * config.recent_ratio + 0.5)
-            heavy = budget - min(max(recent, 1), units - least) * unit
-        else:
-            heavy = config.sinks
+        heavy = cls._heavy_slots(config, block_size, blocks)
         if config.sinks > heavy or heavy >= budget:
             raise ValueError(
                 f"h2o_sinks (--h2o-sinks) is {config.sinks}: more than the {heavy} "
@@ -82,9 +75,27 @@ class SlotLayout:
         )
 
     @staticmethod
-    def fewest_blocks(config: H2OConfig, block_size: int) -> int:
-        """Blocks of the poorest head: one, if it holds the sinks and a half besides."""
-        return 1 if 2 * config.sinks <= block_size else 2
+    def _heavy_slots(config: H2OConfig, block_size: int, blocks: int) -> int:
+        if not config.keeps_heavy_set:
+            return config.sinks
+        # Both parts share a single block; of more, each has whole ones.
+        unit, least = (block_size, 1) if blocks > 1 else (1, max(config.sinks, 1))
+        units = blocks * block_size // unit
+        recent = int(units * config.recent_ratio + 0.5)
+        return blocks * block_size - min(max(recent, 1), units - least) * unit
+
+    @classmethod
+    def fewest_blocks(cls, config: H2OConfig, block_size: int) -> int:
+        """Blocks of the poorest head: one, if it holds the sinks and a half besides.
+
+        Else as few as have a heavy set that holds them; some budget must.
+        """
+        if 2 * config.sinks <= block_size:
+            return 1
+        blocks = 2
+        while cls._heavy_slots(config, block_size, blocks) < config.sinks:
+            blocks += 1
+        return blocks
 
     @property
     def budget(self) -> int:

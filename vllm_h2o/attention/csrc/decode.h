@@ -348,6 +348,12 @@ static inline __attribute__((always_inline)) void FN(attend)(
 static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
                      float *scratch) {
     const int64_t bs = a->block_size, hs = a->head_size;
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    ELEM *output = (ELEM *)a->output + row * a->output_stride + head * group * hs;
+    if (a->positions[row] < 0) { /* padding */
+        memset(output, 0, group * hs * sizeof(ELEM));
+        return;
+    }
     const h2o_slots slots = h2o_slots_of(a, row, head), *r = &slots;
     if (H2O_TRACKS && r->position >= r->budget) {
         if (!a->whole_blocks)
@@ -363,10 +369,8 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
     if (H2O_SCORES(r)) page.score[r->slot % bs] = 0.0f;
     page.birth[r->slot % bs] = (int32_t)r->position;
 
-    const int64_t group = a->num_heads / a->num_kv_heads;
     const ELEM *query =
         (const ELEM *)a->query + row * a->query_stride + head * group * hs;
-    ELEM *output = (ELEM *)a->output + row * a->output_stride + head * group * hs;
     float decay = a->score_decay;
     for (int64_t g = 0; g < group; g += H2O_GROUP) {
         const ELEM *q = query + g * hs;

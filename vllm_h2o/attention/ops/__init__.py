@@ -19,10 +19,11 @@ from vllm_h2o.policy.lending import PageOf
 
 @dataclass(frozen=True)
 class ResidentRows:
-    """The resident rows of a batch, one new token each.
+    """The decoding rows of a batch, one new token each.
 
     Attributes:
-        block_table: `[num_rows, >= budget_blocks]` int32 resident blocks.
+        block_table: `[num_rows, >= budget_blocks]` int32 blocks: resident ones, or
+            dense ones of a request that is kept whole.
         positions: `[num_rows]` int64 position of the new token; -1: the row is
             padding, touches no page and gets an output of 0.
         first_queries: `[num_rows]` int64 position of the first query that
@@ -212,7 +213,8 @@ def transition(
         layers: The layers; of a request's tokens each has scores of its own.
         source_blocks: int32 blocks, the token at position p in block
             `p // block_size`, offset `p % block_size`.
-        target_blocks: `[budget_blocks]` int32 resident blocks; the very tensor
+        target_blocks: `[>= cdiv(min(position + 1, budget), block_size)]` int32
+            resident blocks; the very tensor
             `source_blocks` if a request is rearranged in its blocks.
         position: Of the newest token, which these slots are for: decides whether
             heads have their own. A prompt's last one, or the one that is about to
