@@ -1,10 +1,13 @@
 """The head profile is measured, not made up: on a tiny model it is what it must be."""
 
+import sys
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_h2o.calibrate import GRID_SHARES, OBSERVED, SINKS, measure
+from benchmarks.smollm2 import ensure_model
+from vllm_h2o.calibrate import GRID_SHARES, OBSERVED, SINKS, main, measure
 
 LENGTH = 2 * OBSERVED + 64
 
@@ -55,3 +58,21 @@ def test_texts_must_be_long_and_alike():
         measure(model_of(), [text(), text()[:-1]], "tiny")
     with pytest.raises(ValueError, match=r"\[40\] tokens"):
         measure(model_of(), [text()[:40]], "tiny")
+
+
+def run_main(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["calibrate", *map(str, arguments)])
+    with pytest.raises(SystemExit):
+        main()
+
+
+def test_short_texts_are_named(monkeypatch, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("A few words.")
+    run_main(monkeypatch, ensure_model(), "--texts", tmp_path / "a.txt")
+    said = capsys.readouterr()
+    assert "a.txt has" in said.out and "give longer texts" in said.err
+
+
+def test_a_name_on_the_hub_needs_an_output(monkeypatch, tmp_path, capsys):
+    run_main(monkeypatch, "some/model", "--texts", tmp_path / "a.txt")
+    assert "--output FILE" in capsys.readouterr().err

@@ -10,7 +10,8 @@ of each text:
 
 with o the head's attention output, o_B the same over what a plain H2O keeps of the past
 with B slots (4 sinks, the highest mean probability over all earlier queries, the recent
-half; not the preset's choices, what counts is how heads compare), W_o its part of the output projection and x the residual stream after the layer.
+half; not the preset's choices, what counts is how heads compare), W_o its part of the
+output projection and x the residual stream after the layer.
 `vllm_h2o.policy.profile.allocate` spends budgets by it. Write it next to the model's
 weights (the default) and `--h2o-head-budgets auto` finds it.
 """

@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
 from vllm_h2o.attention import metadata as metadata_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
-from vllm_h2o.attention.metadata import BatchRows, StepRows
+from vllm_h2o.attention.metadata import BatchRows, StepRows, _select_rows
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -147,14 +147,17 @@ def test_bidirectional_prompts_are_left_to_stock():
     """Our kernel is causal."""
     metadata, _, _ = build(("ends", "fills"), ["ends", "fills"], causal=False)
     assert not metadata.observed[0].attends
-    assert metadata.stock.num_reqs == 1 and metadata.stock.causal is False
+    assert len(metadata.stock.seq_lens) == 1 and metadata.stock.causal is False
 
 
 def test_images_ranges_follow_their_rows():
     ranges = {0: [], 1: [(5, 9)], 2: [(20, 50)]}
     batch = ["old", "chunk", "read"]
-    metadata, _, _ = build(tuple(batch), batch, mm_req_doc_ranges=ranges)
-    assert metadata.stock.mm_req_doc_ranges == {0: [(5, 9)], 1: [(20, 50)]}
+    causal = torch.tensor([True, False, True])
+    _, common, _ = build(tuple(batch), batch, mm_req_doc_ranges=ranges)
+    prompts, _ = _select_rows(common.replace(causal=causal), torch.tensor([1, 2]))
+    assert prompts.mm_req_doc_ranges == {0: [(5, 9)], 1: [(20, 50)]}
+    assert prompts.causal.tolist() == [False, True]
 
 
 def test_a_prompt_that_only_scores_leaves_nothing_to_stock():

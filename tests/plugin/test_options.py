@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from benchmarks.smollm2 import ensure_model
 from vllm_h2o.attention import cpu_backend
 from vllm_h2o.core.settings import h2o_config, parse_settings
+from vllm_h2o.plugin.engine_args import extend
 from vllm_h2o.plugin.validate import check_vllm_config
 from vllm_h2o.policy.config import PRESETS, H2OConfig, resolve_config
 from vllm_h2o.policy.layout import SlotLayout
@@ -318,8 +320,18 @@ def test_cache_layout_without_a_kernel_is_refused(model_of, monkeypatch):
 def test_another_vllm_is_refused_where_a_policy_is_asked_for(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
     with pytest.raises(ValueError, match=r"0\.33\.1.*vllm==0\.32\.0.*--kv-policy"):
-        EngineArgs(kv_policy="h2o")
-    EngineArgs(kv_policy="full")
+        EngineArgs(MODEL, kv_policy="h2o")
+    EngineArgs(MODEL, kv_policy="full")
+
+
+def test_a_vllm_without_what_is_wrapped_is_left_alone():
+    class Unknown:
+        __dataclass_fields__ = {}
+
+    before = dict(vars(Unknown))
+    with pytest.warns(UserWarning, match="lacks .*scheduler_cls.*install vLLM 0.32"):
+        extend(SimpleNamespace(EngineArgs=Unknown, AsyncEngineArgs=Unknown))
+    assert dict(vars(Unknown)) == before and not Unknown.__dataclass_fields__
 
 
 def test_full_is_the_off_switch(model_of):

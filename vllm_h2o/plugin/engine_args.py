@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from vllm_h2o import __version__
 from vllm_h2o.core.settings import CONFIG_KEY, parse_settings, settings_of
 from vllm_h2o.policy.config import (
     OPTION_NAMES,
@@ -167,8 +166,8 @@ def _check_version() -> None:
 
     if not vllm.__version__.startswith(f"{_VLLM}."):
         raise ValueError(
-            f"kv_policy (--kv-policy) is given, but vllm-h2o {__version__} is for vLLM "
-            f"{_VLLM}, and this is {vllm.__version__}: install vllm=={_VLLM}.0, or drop "
+            f"kv_policy (--kv-policy) is given, but this vllm-h2o is for vLLM {_VLLM} "
+            f"and this vLLM is {vllm.__version__}: install vllm=={_VLLM}.0, or drop "
             "--kv-policy (kv_policy, enable_h2o)"
         )
 

@@ -421,6 +421,28 @@ static inline void FN(gather_tokens)(const h2o_decode_args *a, FN(page) from,
     }
 }
 
+/* Their scores and births, into `to`. */
+static inline void FN(set_state)(const h2o_compress_args *c, int64_t head,
+                                 const int64_t *positions, int64_t count,
+                                 FN(page) to, int64_t to_slot) {
+    const float *scores = c->scores + head * c->num_tokens;
+    for (int64_t t = 0; t < count; ++t) {
+        to.score[to_slot + t] = scores[positions[t]];
+        to.birth[to_slot + t] = (int32_t)positions[t];
+    }
+}
+
+/* Whole pages of keys and values, one after another, to where a head has them. */
+static inline void FN(unstage)(const h2o_decode_args *a, const h2o_slots *target,
+                               const ELEM *staged, int64_t num_pages) {
+    const int64_t half = a->block_size * a->head_size;
+    for (int64_t number = 0; number < num_pages; ++number, staged += 2 * half) {
+        const FN(page) to = FN(page_of)(a, target, number);
+        memcpy(to.key, staged, half * sizeof(ELEM));
+        memcpy(to.value, staged + half, half * sizeof(ELEM));
+    }
+}
+
 /* Chosen tokens of row 0 into its slots as they are at its position. In place these
  * lie in the very pages that tokens leave, so that all are read before one is
  * written; there a head keeps all, which are where they belong, or fills its pages. */
@@ -443,22 +465,14 @@ static int FN(compress_head)(const h2o_compress_args *c, int64_t head) {
         const int64_t number = slots[t] / bs, i = slots[t] % bs;
         FN(page) to = FN(page_of)(a, &target, number);
         piece = h2o_piece(positions, slots, t, count, bs);
-        for (int64_t k = 0; k < piece; ++k) {
-            to.score[i + k] = c->scores[head * c->num_tokens + positions[t + k]];
-            to.birth[i + k] = (int32_t)positions[t + k];
-        }
+        FN(set_state)(c, head, positions + t, piece, to, i);
         if (staged) {
             to.key = staged + number * 2 * half;
             to.value = to.key + half;
         }
         if (!stays) FN(gather_tokens)(a, from, positions + t, piece, to, i);
     }
-    for (int64_t number = 0; number < num_pages; ++number) {
-        const FN(page) to = FN(page_of)(a, &target, number);
-        const ELEM *key = staged + number * 2 * half;
-        memcpy(to.key, key, half * sizeof(ELEM));
-        memcpy(to.value, key + half, half * sizeof(ELEM));
-    }
+    FN(unstage)(a, &target, staged, num_pages);
     free(staged);
     return 0;
 }

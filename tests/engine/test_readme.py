@@ -1,0 +1,33 @@
+"""What a newcomer copies out of the README runs as it stands there."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.smollm2 import ensure_model
+
+pytestmark = pytest.mark.engine
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_quick_start(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert "path/to/model" in code
+    file = tmp_path / "quick_start.py"
+    file.write_text(code.replace("path/to/model", str(ensure_model())))
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # As a user has it: the engine core in a process of its own.
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    done = subprocess.run(
+        [sys.executable, str(file)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (counters,) = re.findall(r"{'transitions'.*}", done.stdout)
+    stats = ast.literal_eval(counters)
+    assert stats["transitions"] == 1 and stats["tokens_evicted"] > 0
