@@ -41,7 +41,6 @@ def test_the_budget_of_short_never_binds_and_memory_is_for_all():
     short = WORKLOADS["short"]
     for budget in short.budgets:
         assert short.budget_tokens(budget) >= short.max_model_len
-    # While a prompt is compressed it is held twice.
     assert short.pool_requests >= 2 * short.num_prompts
 
 
