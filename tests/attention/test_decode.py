@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu, reference
+from vllm_h2o.attention.ops import (
+    DecodeParams,
+    HeadSlots,
+    ResidentRows,
+    ScoredLayer,
+    cpu,
+    reference,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
@@ -129,13 +136,21 @@ def heads_of(pages_of_layers, layer, blocks):
     )
 
 
+def compress_on_cpu(pages, source, target, position, chosen, scores, params):
+    layer = ScoredLayer(pages, scores, params)
+    cpu.compress([layer], source, target, position, [chosen])
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_budgets_by_head_equal_reference(layer):
     """From the step that fills the common budget on, in borrowed pages."""
     blocks = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
     dtype, budget = torch.float32, 48
     results = []
-    for op in (reference.decode_resident, cpu.decode_resident):
+    for op, copy in (
+        (reference.decode_resident, reference.compress),
+        (cpu.decode_resident, compress_on_cpu),
+    ):
         generator = torch.Generator().manual_seed(layer)
         caches = [make_cache(dtype, 3, 64, 16) for _ in blocks]
         layers = [Pages.view(cache) for cache in caches]
@@ -156,7 +171,7 @@ def test_budgets_by_head_equal_reference(layer):
                 scores = scores.transpose(0, 1).flatten(1)
                 config = H2OConfig(sinks=4, pooling=1)
                 chosen = reference.choose(scores, position, 0, config, params)
-                reference.compress(
+                copy(
                     layers[layer], table[0], table[0], position, chosen, scores, params
                 )
             op(query, key, value, layers[layer], rows, params, output)

@@ -30,7 +30,7 @@ def save_llama(folder: Path) -> Path:
 
 
 def save_hybrid(folder: Path, windowed: int = 2, full: int = 1) -> Path:
-    """A Gemma 3: twice so many sliding-window layers, then full-attention layers."""
+    """A Gemma 3: so many sliding-window layers, so many full-attention ones, twice."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(

@@ -49,8 +49,10 @@ class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(layer_names)
 
 
-def check_cache_layout(dtype: torch.dtype, block_size: int, head_size: int) -> None:
-    """Raise ValueError where vLLM lays the cache out as our kernels can not read it."""
+def check_layer(dtype: torch.dtype, head_size: int, block_size: int) -> None:
+    """Raise ValueError for what our kernels do not have, and where vLLM lays the cache
+    out as they can not read it."""
+    cpu.check_supported(dtype, head_size, block_size)
     isa = _get_attn_isa(dtype, block_size, head_size)
     if isa not in ("vec", "vec16", "amx"):  # amx: the builder asks for vec
         raise ValueError(
@@ -75,5 +77,4 @@ class H2OCPUBackend(H2OBackend, CPUAttentionBackend):
     @classmethod
     def check_supported(cls, spec: FullAttentionSpec, vllm_config: VllmConfig) -> None:
         """See the base class."""
-        cpu.check_supported(spec.dtype, spec.head_size, spec.block_size)
-        check_cache_layout(spec.dtype, spec.block_size, spec.head_size)
+        check_layer(spec.dtype, spec.head_size, spec.block_size)

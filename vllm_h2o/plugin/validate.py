@@ -155,11 +155,9 @@ def _check_kernel(vllm_config: VllmConfig) -> None:
     block_size = vllm_config.cache_config.block_size
     shape = (model.dtype, model.get_head_size(), block_size)
     if current_platform.is_cpu():
-        from vllm_h2o.attention.cpu_backend import check_cache_layout
-        from vllm_h2o.attention.ops import cpu
+        from vllm_h2o.attention.cpu_backend import check_layer
 
-        cpu.check_supported(*shape)
-        check_cache_layout(model.dtype, block_size, model.get_head_size())
+        check_layer(*shape)
         return
     from vllm_h2o.attention.ops import triton
 
