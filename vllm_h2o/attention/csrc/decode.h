@@ -155,8 +155,9 @@ static inline __attribute__((always_inline)) void FN(in_order)(h2o_vec *x,
     for (int s = 0; s + 2 <= tile; s += 2) IN_ORDER(x + s);
 }
 
-/* `next` is where the next page is read in place of this one, NULL for nowhere: pages
- * lie anywhere, so that the processor can not foresee it. */
+/* In what follows `next` is where the next page is read in place of this one, NULL for
+ * nowhere: pages lie anywhere, so that the processor can not foresee it. */
+
 /* rows[r][0..tile vectors) of a tile of slots: `count` queries meet one read of K. */
 static inline __attribute__((always_inline)) void FN(dot_tile)(
     const float *restrict query, const ELEM *restrict key, const ELEM *next,
@@ -206,7 +207,9 @@ static inline __attribute__((always_inline)) void FN(accumulate_tile)(
     for (int64_t s = 0; s < num_slots; ++s) {
         h2o_vec v[H2O_WIDE_TILE];
         FN(load_tile)(value + s * head_size, v, tile);
-        h2o_prefetch(next + s * head_size, tile * H2O_LANES * sizeof(ELEM));
+        for (int d = 0; d < tile; ++d) H2O_IN_REGISTER(v[d]);
+        if (next)
+            h2o_prefetch(next + s * head_size, tile * H2O_LANES * sizeof(ELEM));
         for (int g = 0; g < group; ++g)
             for (int d = 0; d < tile; ++d) acc[g][d] += probs[g * stride + s] * v[d];
     }
@@ -228,14 +231,15 @@ static inline __attribute__((always_inline)) void FN(accumulate_page)(
     int64_t num_slots, int64_t stride, float *restrict out, const int group) {
     for (int64_t d = 0; d < head_size;) {
         const int tile = FN(tile_at)(d, head_size);
+        const ELEM *ahead = next ? next + d : NULL;
         if (tile == H2O_WIDE_TILE)
-            FN(accumulate_tile)(probs, keep, value + d, next + d, head_size, num_slots,
+            FN(accumulate_tile)(probs, keep, value + d, ahead, head_size, num_slots,
                                 stride, out + d, group, H2O_WIDE_TILE);
         else if (tile == 2)
-            FN(accumulate_tile)(probs, keep, value + d, next + d, head_size, num_slots,
+            FN(accumulate_tile)(probs, keep, value + d, ahead, head_size, num_slots,
                                 stride, out + d, group, 2);
         else
-            FN(accumulate_tile)(probs, keep, value + d, next + d, head_size, num_slots,
+            FN(accumulate_tile)(probs, keep, value + d, ahead, head_size, num_slots,
                                 stride, out + d, group, 1);
         d += tile * H2O_LANES;
     }

@@ -44,20 +44,31 @@ static void FN(pack_queries)(const TILE *t) {
     }
 }
 
+/* Keys of the tile's head in page b; its values come behind them. */
+static inline const ELEM *FN(keys_of)(const TILE *t, int64_t b) {
+    const h2o_observe_args *a = t->a;
+    const char *page = (const char *)a->cache + a->blocks[b] * a->page_stride;
+    return (const ELEM *)page + t->head * 2 * a->block_size * a->head_size;
+}
+
+/* Those of the page after b, to be fetched while page b is read; NULL: none. */
+static inline const ELEM *FN(next_keys)(const TILE *t, int64_t b) {
+    return (b + 1) * t->a->block_size < t->visible ? FN(keys_of)(t, b + 1) : NULL;
+}
+
 /* Logits of all rows, whole pages; those that no row of eight sees are left out. */
 static void FN(dot_pages)(const TILE *t) {
     const h2o_observe_args *a = t->a;
-    const int64_t bs = a->block_size, hs = a->head_size, half = bs * hs;
+    const int64_t bs = a->block_size, hs = a->head_size;
     const int64_t group = a->num_heads / a->num_kv_heads;
     for (int64_t b = 0; b * bs < t->visible; ++b) {
-        const char *page = (const char *)a->cache + a->blocks[b] * a->page_stride;
-        const ELEM *key = (const ELEM *)page + t->head * 2 * half;
+        const ELEM *key = FN(keys_of)(t, b), *next = FN(next_keys)(t, b);
         /* The first register tile whose last row sees the page's first key. */
         const int64_t seen_by = (b * bs - a->first_position) * group - t->first_row;
         const int64_t first = seen_by > 0 ? seen_by / H2O_ROWS * H2O_ROWS : 0;
         for (int64_t r = first; r < t->num_rows; r += H2O_ROWS)
-            FN(dot_page)(t->query + r * hs, key, NULL, hs, bs, t->stride,
-                         t->logits + r * t->stride + b * bs, H2O_ROWS);
+            FN(dot_page)(t->query + r * hs, key, r == first ? next : NULL, hs, bs,
+                         t->stride, t->logits + r * t->stride + b * bs, H2O_ROWS);
     }
 }
 
@@ -72,16 +83,16 @@ static void FN(attend_tile)(const TILE *t) {
     memset(out, 0, t->num_rows * hs * sizeof(float));
     int64_t r;
     for (int64_t b = 0; b * bs < t->visible; ++b) {
-        const char *page = (const char *)a->cache + a->blocks[b] * a->page_stride;
-        const ELEM *value = (const ELEM *)page + t->head * 2 * half + half;
+        const ELEM *value = FN(keys_of)(t, b) + half, *next = FN(next_keys)(t, b);
+        if (next) next += half;
         const int64_t left = t->visible - b * bs, count = left < bs ? left : bs;
         const float *probs = t->logits + b * bs;
         for (r = 0; r + H2O_GROUP <= t->num_rows; r += H2O_GROUP)
-            FN(accumulate_page)(probs + r * t->stride, keep, value, value, hs, count,
-                                t->stride, out + r * hs, H2O_GROUP);
+            FN(accumulate_page)(probs + r * t->stride, keep, value, r ? NULL : next, hs,
+                                count, t->stride, out + r * hs, H2O_GROUP);
         for (; r < t->num_rows; ++r)
-            FN(accumulate_page)(probs + r * t->stride, keep, value, value, hs, count,
-                                t->stride, out + r * hs, 1);
+            FN(accumulate_page)(probs + r * t->stride, keep, value, r ? NULL : next, hs,
+                                count, t->stride, out + r * hs, 1);
     }
     for (r = 0; r < t->num_rows; ++r) {
         const int64_t row = t->first_row + r;
