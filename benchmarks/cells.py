@@ -59,6 +59,7 @@ class Cell:
         rounds: Turns of every system; each turn is a new engine.
         repeats: Measurements per turn.
         together: Whether the systems stay up between their turns.
+        restart_every: Turns after which they start anew all the same.
         tensor_parallel_size: Ranks of every engine.
         engine_args: vLLM's `EngineArgs`, over `ENGINE_ARGS`.
     """
@@ -75,6 +76,7 @@ class Cell:
     rounds: int = 2
     repeats: int = 1
     together: bool = False
+    restart_every: int | None = None
     tensor_parallel_size: int = 1
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -111,6 +113,13 @@ class Cell:
                     f"is {tokens} tokens, less than two blocks of {block_size}: use "
                     "a larger one, or a smaller block_size in --engine-args"
                 )
+        if self.restart_every is not None and not (
+            self.together and self.restart_every > 0
+        ):
+            raise ValueError(
+                f"--restart-every {self.restart_every} needs --together and 1 or more: "
+                "without it every turn is a new engine"
+            )
         if workload.pool_requests < 2:
             raise ValueError("--pool-requests: the pool of ours must fit 2 at least")
 

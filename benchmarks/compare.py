@@ -88,6 +88,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--together", action="store_true", help="engines stay up between their turns"
     )
+    parser.add_argument(
+        "--restart-every",
+        type=int,
+        help="turns after which the engines of --together start anew",
+        default=argparse.SUPPRESS,
+    )
     return parser.parse_args(argv)
 
 
@@ -111,7 +117,8 @@ def run(cell: Cell) -> dict[str, Any]:
     """Let the systems of a cell take turns on this machine."""
     if not cell.together:
         return run_cell(cell, measure_in_process)
-    with LiveSystems(engine_env(cell.tensor_parallel_size)) as measure:
+    env = engine_env(cell.tensor_parallel_size)
+    with LiveSystems(env, cell.restart_every) as measure:
         return run_cell(cell, measure)
 
 

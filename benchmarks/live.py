@@ -4,6 +4,9 @@ A turn then is one run of the workload instead of an engine's life, so there can
 many, and two that are compared lie seconds apart: on a machine whose speed drifts
 that tells differences of a percent. Between its turns a system is stopped by signal:
 the threads of an idle engine spin for work.
+
+An engine can be faster or slower than its twin for as long as it lives, so systems
+may be started anew every so many turns.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -22,16 +26,34 @@ from benchmarks.systems import Job, samples, start
 _SPAWN = multiprocessing.get_context("spawn")
 
 
+@dataclass
+class _System:
+    """A system that is up; `turns` are those that it has had."""
+
+    job: Job
+    process: Any
+    connection: Connection
+    turns: int = 0
+
+    def end(self) -> None:
+        self.connection.close()
+        if self.process.is_alive():
+            os.killpg(self.process.pid, signal.SIGCONT)
+        self.process.join()
+
+
 class LiveSystems:
     """Measures jobs; the system of a job that it knows is up already.
 
     Use it as a context: its end is the systems' end.
     """
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        """Systems get `env` on top of this process's environment."""
+    def __init__(self, env: Mapping[str, str], restart_every: int | None = None):
+        """Systems get `env` on top of this process's environment, and end after
+        `restart_every` turns, if that is given."""
         self._env = ENGINE_ENV | os.environ | dict(env)
-        self._live: list[tuple[Job, Any, Connection]] = []
+        self._restart_every = restart_every
+        self._live: list[_System] = []
 
     def __enter__(self) -> LiveSystems:
         return self
@@ -42,26 +64,31 @@ class LiveSystems:
         Raises:
             RuntimeError: The system's process ended; its traceback is on stderr.
         """
-        process, connection = self._find(job)
+        system = self._find(job)
         try:
-            connection.send(True)
-            found = connection.recv()
+            system.connection.send(True)
+            found = system.connection.recv()
         except (EOFError, OSError) as error:
             raise RuntimeError(f"{job.system} ended: see its error above") from error
-        os.killpg(process.pid, signal.SIGSTOP)
+        system.turns += 1
+        if system.turns == self._restart_every:
+            self._live.remove(system)
+            system.end()
+        else:
+            os.killpg(system.process.pid, signal.SIGSTOP)
         return found
 
-    def _find(self, job: Job) -> tuple[Any, Connection]:
-        for known, process, connection in self._live:
-            if known == job:
-                os.killpg(process.pid, signal.SIGCONT)
-                return process, connection
+    def _find(self, job: Job) -> _System:
+        for system in self._live:
+            if system.job == job:
+                os.killpg(system.process.pid, signal.SIGCONT)
+                return system
         ours, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(target=_serve, args=(job, theirs, dict(self._env)))
         process.start()
         theirs.close()
-        self._live.append((job, process, ours))
-        return process, ours
+        self._live.append(_System(job, process, ours))
+        return self._live[-1]
 
     def __exit__(
         self,
@@ -69,11 +96,8 @@ class LiveSystems:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for _, process, connection in self._live:
-            connection.close()
-            if process.is_alive():
-                os.killpg(process.pid, signal.SIGCONT)
-            process.join()
+        for system in self._live:
+            system.end()
 
 
 def _serve(job: Job, connection: Connection, env: dict[str, str]) -> None:

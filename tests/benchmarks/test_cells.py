@@ -22,6 +22,7 @@ def cells(command):
         Cell("512+1024"),
         Cell("chat", ("20%", "400"), ("h2o", "tova"), ("stock", "transformers")),
         tiny_cell("/some/model", tensor_parallel_size=2, repeats=3, together=True),
+        Cell("short", rounds=6, together=True, restart_every=3),
     ],
 )
 def test_the_command_repeats_the_cell(cell):
@@ -99,6 +100,8 @@ def test_a_sweep_has_a_cell_per_workload_budget_policy_and_size():
         ("--baselines stok", "'stok' is unknown"),
         ("--scale 0.1 --budgets 10%", "--budgets 10% .* two blocks of 32"),
         ("--pool-requests 1", "--pool-requests"),
+        ("--restart-every 2", "--restart-every 2 needs --together"),
+        ("--together --restart-every 0", "--restart-every 0 needs"),
     ],
 )
 def test_bad_options_are_refused_before_an_engine_starts(options, complaint):

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.compare import result_path
+from benchmarks.live import LiveSystems
 from tests.benchmarks.helpers import tiny_cell
 from tests.engine.tiny_models import save_llama
 
@@ -59,18 +60,30 @@ def test_a_comparison_from_the_command_line(tmp_path):
     ]
 
 
-def test_engines_that_stay_up_and_prompts_that_were_read_before(tmp_path):
-    """Two turns each of two engines; they share nothing but the machine."""
+def test_engines_that_stay_up_and_prompts_that_were_read_before(tmp_path, monkeypatch):
+    """Two engines side by side; they share nothing but the machine."""
+    started = []
+    find = LiveSystems._find
+
+    def watched(systems, job):
+        system = find(systems, job)
+        started.append((job.system, system.process.pid))
+        return system
+
+    monkeypatch.setattr(LiveSystems, "_find", watched)
     model = save_llama(tmp_path / "model")
     cell = tiny_cell(
-        model, workload="decode-4000", budgets=("64",), rounds=2, together=True,
-        pool_requests=20,
+        model, workload="decode-4000", budgets=("64",), rounds=3, together=True,
+        restart_every=2, pool_requests=20,
     )  # fmt: skip
     result = compare.run(cell)
+    for system in ("stock", "h2o"):
+        first, second, third = (pid for name, pid in started if name == system)
+        assert first == second != third
     assert not multiprocessing.active_children(), "an engine is still there"
     prompt = cell.resolve_workload().input_len
     for system in result["systems"]:
-        assert len(system["samples"]) == 2
+        assert len(system["samples"]) == 3
         for sample in system["samples"]:
             assert sample["completed"] == 6
             # All of a prompt but its last block, or what H2O's window needs.

@@ -22,6 +22,7 @@ def run(model, size):
         kv_policy="h2o",
         h2o_budget=128,
         tensor_parallel_size=size,
+        distributed_executor_backend="mp",
         skip_tokenizer_init=True,
         max_num_batched_tokens=256,
         max_model_len=1024,

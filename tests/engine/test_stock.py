@@ -29,7 +29,9 @@ def prompts():
 def stock(prompts):
     """What stock vLLM is and says."""
     with engine(
-        worker_extension_cls="tests.engine.inert_probe.InertProbe", **OPTIONS
+        worker_extension_cls="tests.engine.inert_probe.InertProbe",
+        distributed_executor_backend="mp",  # nothing of ours is imported there
+        **OPTIONS,
     ) as llm:
         with pytest.raises(ValueError, match="H2O is off"):
             vllm_h2o.stats(llm)

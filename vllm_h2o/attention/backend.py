@@ -42,9 +42,7 @@ class H2OBackend(_Stock):
             return spec
         vllm_config = get_current_vllm_config()
         config = h2o_config(vllm_config)
-        if config is None:
-            # Registered for an earlier engine of this process.
-            return spec
+        assert config is not None, "only H2O's worker registers this"
         cls.check_supported(spec, vllm_config)
         max_model_len = vllm_config.model_config.max_model_len
         return H2OAttentionSpec.of(spec, config, max_model_len)
@@ -59,14 +57,11 @@ class H2OImpl(_Stock):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = h2o_config(get_current_vllm_config())
-        if (
-            config is None
-            or self.attn_type != AttentionType.DECODER
-            or _has_window(self.sliding_window)
-        ):
+        if self.attn_type != AttentionType.DECODER or _has_window(self.sliding_window):
             return
         _refuse_layer(self)
+        config = h2o_config(get_current_vllm_config())
+        assert config is not None, "only H2O's worker registers this"
         self.h2o = config
         self.heads: LayerHeads | None = None
         self._bound: tuple[Any, ...] = ()

@@ -34,6 +34,8 @@ BACKENDS = {
 class H2OGPUWorker(H2OWorker, Worker):
     """vLLM's CUDA worker with H2O's attention backend, on runner V1 or V2."""
 
+    overridden = AttentionBackendEnum.CUSTOM
+
     @staticmethod
     def register_backend(vllm_config: VllmConfig) -> None:
         """See the base class."""

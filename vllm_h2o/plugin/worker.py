@@ -9,6 +9,7 @@ from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_h2o.attention.backend import H2OImpl
@@ -41,6 +42,9 @@ _Stock: Any = object
 class H2OWorker(_Stock):
     """What the workers of all platforms share."""
 
+    overridden: AttentionBackendEnum
+    """The name that H2O's backend has while layers are made."""
+
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Again here: --worker-cls may be given without our engine arguments.
         check_vllm_config(vllm_config)
@@ -59,6 +63,18 @@ class H2OWorker(_Stock):
         """Make the model runner, and connect the steps to it."""
         super().init_device()
         follow(self.model_runner, self._step, self._is_v2)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model: its layers take H2O's backend, another engine's do not.
+
+        vLLM remembers by process which backend it gave, and engines may share one.
+        """
+        _cached_get_attn_backend.cache_clear()
+        try:
+            super().load_model(*args, **kwargs)
+        finally:
+            self.overridden.clear_override()
+            _cached_get_attn_backend.cache_clear()
 
     @property
     def _is_v2(self) -> bool:
@@ -155,6 +171,8 @@ class H2OWorker(_Stock):
 
 class H2OCPUWorker(H2OWorker, CPUWorker):
     """vLLM's CPU worker with H2O's attention backend."""
+
+    overridden = AttentionBackendEnum.CPU_ATTN
 
     @staticmethod
     def register_backend(vllm_config: VllmConfig) -> None:
