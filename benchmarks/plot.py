@@ -135,7 +135,8 @@ def _of_times(result: dict[str, Any]) -> bool:
 
 def _workload(result: dict[str, Any]) -> str:
     scale = f" x{result['scale']:g}" if result["scale"] != 1 else ""
-    return result["workload"]["name"] + scale
+    eager = result["engine_args"].get("enforce_eager")
+    return result["workload"]["name"] + scale + ("" if eager else " compiled")
 
 
 def _with_ranks(result: dict[str, Any], name: str) -> str:

@@ -12,6 +12,7 @@ from tests.engine.helpers import (
     scheduler,
 )
 from tests.engine.tiny_models import random_prompts, save_hybrid
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 pytestmark = pytest.mark.engine
 
@@ -80,6 +81,16 @@ def test_several_groups_of_compressed_layers(tmp_path):
             results.append((tokens, survivors))
             assert_pool_whole(llm)
     assert results[1] == results[0] and results[2] == results[0]
+
+
+def test_budgets_by_head_in_several_groups_are_refused(tmp_path):
+    model = save_hybrid(tmp_path, windowed=1, full=3)
+    HeadProfile([64, 512], [[[0.5, 0.1]] * 4] * 6).save(model / FILE_NAME)
+    with (
+        pytest.raises(ValueError, match="several KV cache groups"),
+        engine(model, kv_policy="h2o", h2o_budget=64, **OPTIONS),
+    ):
+        pass
 
 
 def test_budget_that_never_binds_gives_stock_tokens(model):

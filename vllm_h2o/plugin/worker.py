@@ -90,8 +90,8 @@ class H2OWorker(_Stock):
         check_kv_cache_config(self.vllm_config, kv_cache_config)
         context = self.vllm_config.compilation_config.static_forward_context
         for layer in context.values():
-            if isinstance(getattr(layer, "impl", None), H2OImpl):
-                layer.impl.unbind()
+            if (impl := _impl(layer)) is not None:
+                impl.unbind()
         super().initialize_from_config(kv_cache_config)
         for group in attention_groups(self.model_runner, self._is_v2):
             for builder in group.metadata_builders:
@@ -112,6 +112,14 @@ class H2OWorker(_Stock):
         context = self.vllm_config.compilation_config.static_forward_context
         names = sorted(builder.layer_names, key=extract_layer_index)
         layers = [context[name] for name in names]
+        evicting = [x for x in context.values() if hasattr(_impl(x), "h2o")]
+        if len(layers) < len(evicting):
+            raise ValueError(
+                f"h2o_head_budgets (--h2o-head-budgets): {path} has budgets for "
+                f"{len(evicting)} layers together, which vLLM has put into several KV "
+                "cache groups, because the model has fewer windowed layers: use "
+                "'uniform'"
+            )
         profile = HeadProfile.load(path)
         check_profile(profile, path, self.vllm_config, len(layers))
         count = builder.spec.num_kv_heads
@@ -167,6 +175,12 @@ class H2OWorker(_Stock):
     def h2o_stats(self) -> dict[str, int]:
         """The scheduler's counters up to the last executed step."""
         return self._plan.stats
+
+
+def _impl(layer: Any) -> H2OImpl | None:
+    """Our implementation of a layer's attention, if it has one."""
+    impl = getattr(layer, "impl", None)
+    return impl if isinstance(impl, H2OImpl) else None
 
 
 class H2OCPUWorker(H2OWorker, CPUWorker):
