@@ -1,8 +1,12 @@
 """Engines that run one after the other in one process do not feel each other."""
 
+import pytest
+
 import vllm_h2o
 from tests.engine.helpers import engine, generate
 from tests.engine.tiny_models import random_prompts, save_llama
+
+pytestmark = pytest.mark.engine
 
 OPTIONS = {"distributed_executor_backend": "uni", "skip_tokenizer_init": True}
 STOCK = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
