@@ -8,7 +8,7 @@ from tests.engine.tiny_models import random_prompts, save_llama
 
 pytestmark = pytest.mark.engine
 
-OPTIONS = {"distributed_executor_backend": "uni", "skip_tokenizer_init": True}
+OPTIONS = {"skip_tokenizer_init": True}
 STOCK = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
 
 
@@ -31,3 +31,15 @@ def test_stock_and_h2o_in_turns(tmp_path):
         assert part["worker"] == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert stock_tokens[0] == stock_tokens[1]
     assert h2o_tokens[0] == h2o_tokens[1] != stock_tokens[0]
+
+
+def test_stock_after_h2o_that_did_not_start(tmp_path, monkeypatch):
+    """It fails before its layers are made."""
+    model = save_llama(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="on startup"):
+        patch.delenv("VLLM_CPU_KVCACHE_SPACE")
+        too_much = {"gpu_memory_utilization": 1.0, "kv_policy": "h2o"}
+        with engine(model, **OPTIONS, **too_much, h2o_budget=64):
+            pass
+    with engine(model, **OPTIONS, **STOCK) as llm:
+        assert len(generate(llm, random_prompts(40), 4)[0]) == 4

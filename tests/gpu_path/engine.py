@@ -33,7 +33,7 @@ def main(path: str, model: str, policy: dict, options: dict) -> None:
     settings = {
         "max_model_len": 256, "max_num_seqs": 6, "skip_tokenizer_init": True,
         "additional_config": {"h2o": policy}, "scheduler_cls": H2O,
-        "worker_cls": WORKERS[path], "distributed_executor_backend": "uni",
+        "worker_cls": WORKERS[path],
     }  # fmt: skip
     with engine(Path(model), **(settings | options)) as llm:
         result = {"tokens": generate(llm, random_prompts(*LENGTHS), NUM_TOKENS)}

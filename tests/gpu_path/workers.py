@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_h2o.attention import ops
 from vllm_h2o.attention.ops import triton
@@ -15,14 +14,11 @@ class InterpretedWorker(H2OCPUWorker):
     """vLLM's CPU worker, runner V1 or V2, with all that CUDA's path has beside them."""
 
     @staticmethod
-    def register_backend(vllm_config: Any) -> None:
-        """The platform names its backend itself: take that name."""
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            "vllm_h2o.attention.cuda_backend.H2OTritonAttentionBackend",
-        )
+    def choose_backend(vllm_config: Any) -> str:
+        """CUDA's; under the name that the CPU platform gives to its own."""
         # Kernels are chosen by the tensors' device, which is the CPU here.
         ops._kernel = lambda tensor: triton
+        return "vllm_h2o.attention.cuda_backend.H2OTritonAttentionBackend"
 
     def init_device(self) -> None:
         """Note what runner V1 asks its dispatcher of CUDA graphs for."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -87,11 +88,7 @@ def test_stock_backend(config, on_cuda, monkeypatch, dtype, capability, expected
 @pytest.mark.parametrize("given", ["FLASH_ATTN", "TRITON_ATTN"])
 def test_users_choice_reads_the_prompts(config, on_cuda, given):
     config.attention_config.backend = AttentionBackendEnum[given]
-    try:
-        H2OGPUWorker.register_backend(config)
-        backend = AttentionBackendEnum.CUSTOM.get_class()
-    finally:
-        AttentionBackendEnum.CUSTOM.clear_override()
+    backend = resolve_obj_by_qualname(H2OGPUWorker.choose_backend(config))
     assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
     assert backend.get_name() == "CUSTOM"
     stock = AttentionBackendEnum[given].get_class()

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -37,11 +37,9 @@ class H2OGPUWorker(H2OWorker, Worker):
     overridden = AttentionBackendEnum.CUSTOM
 
     @staticmethod
-    def register_backend(vllm_config: VllmConfig) -> None:
-        """See the base class."""
+    def choose_backend(vllm_config: VllmConfig) -> str:
+        """See the base class; the config names H2O's backend from now on."""
         stock = stock_backend(vllm_config)
-        path = f"vllm_h2o.attention.cuda_backend.{BACKENDS[stock]}"
-        register_backend(AttentionBackendEnum.CUSTOM, path)
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
         logger.info_once("H2O reads prompts with %s", stock.name)
         logger.warning_once(
@@ -49,6 +47,7 @@ class H2OGPUWorker(H2OWorker, Worker):
             "its wiring are tested on CPU only. Compare its answers with "
             "--kv-policy full before you rely on them"
         )
+        return f"vllm_h2o.attention.cuda_backend.{BACKENDS[stock]}"
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: without what the resident kernels hand around.

@@ -1,4 +1,4 @@
-"""The workers: register the backend, hand each step's plan to the builders."""
+"""The workers: give layers the backend, hand each step's plan to the builders."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class H2OWorker(_Stock):
         self._plan = ResidencyPlan(stats=H2OStats().as_dict())
         self._step = StepRows()
         self._warming_up = False
-        self.register_backend(vllm_config)
+        self._backend = self.choose_backend(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     @staticmethod
-    def register_backend(vllm_config: VllmConfig) -> None:
-        """Make vLLM's layers, which are not there yet, take H2O's backend."""
+    def choose_backend(vllm_config: VllmConfig) -> str:
+        """Path of the class that layers take; what it needs is made ready."""
         raise NotImplementedError
 
     def init_device(self) -> None:
@@ -69,6 +69,7 @@ class H2OWorker(_Stock):
 
         vLLM remembers by process which backend it gave, and engines may share one.
         """
+        register_backend(self.overridden, self._backend)
         _cached_get_attn_backend.cache_clear()
         try:
             super().load_model(*args, **kwargs)
@@ -189,10 +190,7 @@ class H2OCPUWorker(H2OWorker, CPUWorker):
     overridden = AttentionBackendEnum.CPU_ATTN
 
     @staticmethod
-    def register_backend(vllm_config: VllmConfig) -> None:
-        """See the base class."""
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            "vllm_h2o.attention.cpu_backend.H2OCPUBackend",
-        )
+    def choose_backend(vllm_config: VllmConfig) -> str:
+        """See the base class; compiles the kernels, once per machine."""
         cpu.build()
+        return "vllm_h2o.attention.cpu_backend.H2OCPUBackend"
