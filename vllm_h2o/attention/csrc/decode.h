@@ -72,21 +72,20 @@ static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64
 }
 
 /* The lowest value among the slots [first, last) of a page, and the oldest of those
- * that have it, if they come before `best`. */
+ * that have it, if they come before `best`. Values are negated for h2o_highest. */
 static inline void FN(find_lowest)(const h2o_decode_args *a, const h2o_slots *r,
                                    FN(page) page, int64_t block, int64_t first,
                                    int64_t last, h2o_lowest *best) {
-    float values[last];
-    float lowest = FLT_MAX;
+    float negated[last];
     for (int64_t i = first; i < last; ++i)
-        values[i] = h2o_value(a, page.score[i], page.birth[i], r);
-    for (int64_t i = first; i < last; ++i)
-        lowest = values[i] < lowest ? values[i] : lowest;
-    if (lowest > best->value) return;
-    for (int64_t i = first; i < last; ++i)
-        if (values[i] < best->value ||
-            (values[i] == best->value && page.birth[i] < best->birth))
-            *best = (h2o_lowest){values[i], page.birth[i], block * a->block_size + i};
+        negated[i] = -h2o_value(a, page.score[i], page.birth[i], r);
+    if (h2o_highest(negated + first, last - first, -FLT_MAX) < -best->value) return;
+    for (int64_t i = first; i < last; ++i) {
+        const float value = -negated[i];
+        if (value < best->value ||
+            (value == best->value && page.birth[i] < best->birth))
+            *best = (h2o_lowest){value, page.birth[i], block * a->block_size + i};
+    }
 }
 
 static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
@@ -288,6 +287,8 @@ static inline __attribute__((always_inline)) void FN(add_scores)(
     const int64_t bs = a->block_size, stride = r->budget;
     const float *highest = marks + (num_blocks - 1) * H2O_GROUP;
     for (int64_t b = 0; b < num_blocks; ++b, marks += H2O_GROUP) {
+        const int64_t soon = b + H2O_AHEAD < num_blocks ? b + H2O_AHEAD : b;
+        h2o_prefetch(FN(page_of)(a, r, soon).score, bs * sizeof(float));
         float *restrict score = FN(page_of)(a, r, b).score;
         const int64_t valid = FN(valid_slots)(a, r, b);
         const float *restrict part = probs + b * bs;
