@@ -19,6 +19,7 @@ SUMMARIZED = (
     "output_throughput",
     "median_ttft_ms",
     "p99_ttft_ms",
+    "median_ttft_and_transition_ms",
     "median_tpot_ms",
     "p99_tpot_ms",
     "median_itl_ms",
@@ -32,6 +33,7 @@ RATIOS = {
     "ratio_tpot": "median_tpot_ms",
     "ratio_ttft": "median_ttft_ms",
     "ratio_itl": "median_itl_ms",
+    "ratio_ttft_and_transition": "median_ttft_and_transition_ms",
 }
 
 Sample = Mapping[str, Any]

@@ -87,9 +87,15 @@ class VllmSystem:
         blocks = config.cache_config.num_gpu_blocks - 1  # without the null block
         result = serving_metrics([_times(o) for o in outputs], duration)
         latencies = recorder.inter_token_latencies
+        median_itl_ms = 1000 * statistics.median(latencies)
+        # What is no decode step: a transition may lie between a request's first two
+        # tokens, and with one request nothing else does.
+        decode_steps = result["total_output_tokens"] / result["completed"] - 1
+        until_decode = result["median_e2el_ms"] - decode_steps * median_itl_ms
         return result | {
             "mean_itl_ms": 1000 * statistics.fmean(latencies),
-            "median_itl_ms": 1000 * statistics.median(latencies),
+            "median_itl_ms": median_itl_ms,
+            "median_ttft_and_transition_ms": until_decode,
             "preemptions": recorder.preemptions,
             "peak_kv_blocks": round(recorder.kv_cache_usage * blocks),
             "kv_blocks": blocks,

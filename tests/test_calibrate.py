@@ -53,6 +53,15 @@ def test_the_measured_model_computes_what_it_did():
         torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-5)
 
 
+def test_an_unknown_output_projection_is_refused():
+    model = model_of()
+    for layer in model.model.layers:
+        layer.self_attn.mixed = layer.self_attn.o_proj
+        del layer.self_attn.o_proj
+    with pytest.raises(ValueError, match="LlamaAttention has no output projection"):
+        measure(model, [text()], "tiny")
+
+
 def test_texts_must_be_long_and_alike():
     with pytest.raises(ValueError, match=f"more than {2 * OBSERVED} tokens"):
         measure(model_of(), [text(), text()[:-1]], "tiny")

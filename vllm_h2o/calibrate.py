@@ -84,7 +84,7 @@ class _Measurement:
             probs = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
             output[0, heads] = probs @ value[0, head]
             if not sliding_window:
-                weight = module.o_proj.weight.unflatten(1, (-1, query.shape[3]))
+                weight = _output_weight(module).unflatten(1, (-1, query.shape[3]))
                 layer.differences.append(
                     self._differences(probs, value[0, head], weight[:, heads])
                 )
@@ -121,11 +121,22 @@ class _Measurement:
         """Relate the changes to the residual stream that the layer leaves."""
         stream = output[0] if isinstance(output, tuple) else output
         norm = stream[0, -OBSERVED:].float().pow(2).sum(dim=-1)
-        layer = self.layers[index]
-        if layer.differences:
+        layer = self.layers.get(index)  # None: not attention
+        if layer is not None and layer.differences:
             layer.errors.append(
                 [(rows / norm).mean(dim=1).tolist() for rows in layer.differences]
             )
+
+
+def _output_weight(module: Any) -> torch.Tensor:
+    """`[hidden, num_heads * head_size]` of an attention module's last projection."""
+    for name in ("o_proj", "out_proj", "dense"):
+        if isinstance(found := getattr(module, name, None), torch.nn.Linear):
+            return found.weight
+    raise ValueError(
+        f"{type(module).__name__} has no output projection that is known here: this "
+        "model can not be calibrated, use --h2o-head-budgets uniform"
+    )
 
 
 def _hidden(n: int, sliding_window: int | None) -> torch.Tensor:

@@ -245,3 +245,11 @@ def test_before_its_first_query_a_row_leaves_all_scores_alone():
         torch.testing.assert_close(
             getattr(pages, name), getattr(expected_pages, name), equal_nan=True
         )
+
+
+def test_a_compiler_without_float16_lacks_nothing_else(monkeypatch):
+    library = cpu.load("-U__FLT16_MANT_DIG__")
+    monkeypatch.setattr(cpu, "_library", lambda: library)
+    cpu.build(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"without float16 \(--dtype\).*gcc 12"):
+        cpu.build(torch.float16)

@@ -46,6 +46,10 @@ def test_a_comparison_from_the_command_line(tmp_path):
     for sample in (stock, ours):
         assert sample["mean_itl_ms"] == pytest.approx(sample["mean_tpot_ms"])
         assert sample["median_itl_ms"] > 0
+        decoding = 63 * sample["median_itl_ms"]
+        assert sample["median_ttft_and_transition_ms"] == pytest.approx(
+            sample["median_e2el_ms"] - decoding
+        )
     assert ours["h2o"]["transitions"] == 6
     assert ours["h2o"]["tokens_evicted"] == 6 * (64 + 64 - 1 - 64)
     for sample in samples.values():

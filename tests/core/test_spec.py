@@ -40,9 +40,10 @@ def test_memory_is_asked_at_the_length_that_vllm_tries():
     """`--max-model-len auto` looks for the longest that fits."""
     vllm_config = copy.deepcopy(config_of(window=64, budget=128, chunk=64))
     spec = spec_of(vllm_config)
-    for tokens in (200, 40):
+    # What fits the budget has no transition.
+    for tokens, resident in ((200, 128), (129, 128), (128, 0), (40, 0)):
         vllm_config.model_config.max_model_len = tokens
-        blocks = -(-tokens // spec.block_size) + spec.layout.budget_blocks
+        blocks = -(-tokens // spec.block_size) + resident // spec.block_size
         asked = spec.max_memory_usage_bytes(vllm_config)
         assert asked == blocks * spec.page_size_bytes
     assert spec.dense_columns > 200 // spec.block_size, "the table keeps its columns"

@@ -22,7 +22,7 @@ def run(model, size):
         kv_policy="h2o",
         h2o_budget=128,
         tensor_parallel_size=size,
-        distributed_executor_backend="mp",
+        distributed_executor_backend="mp" if size > 1 else "uni",
         skip_tokenizer_init=True,
         max_num_batched_tokens=256,
         max_model_len=1024,

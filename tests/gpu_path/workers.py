@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from vllm_h2o.attention import ops
 from vllm_h2o.attention.ops import triton
 from vllm_h2o.plugin.worker import H2OCPUWorker

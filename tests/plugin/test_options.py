@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from benchmarks.smollm2 import ensure_model
 from vllm_h2o.attention import cpu_backend
 from vllm_h2o.core.settings import h2o_config, parse_settings
-from vllm_h2o.plugin.engine_args import extend
+from vllm_h2o.plugin.engine_args import extend, translate
 from vllm_h2o.plugin.validate import check_vllm_config
 from vllm_h2o.policy.config import PRESETS, H2OConfig, resolve_config
 from vllm_h2o.policy.layout import SlotLayout
@@ -97,6 +97,10 @@ def test_bad_value_names_option_value_and_fix(option, value, fix):
             ["h2o_head_budgets='heads.json'", "h2o_eviction_unit='token'", "'uniform'"],
         ),
         (
+            {"kv_policy": "streaming", "h2o_score": "mean"},
+            ["h2o_score='mean'", "recent_ratio=1.0", "--h2o-recent-ratio"],
+        ),
+        (
             {"kv_policy": "streaming", "h2o_eviction_unit": "block"},
             ["h2o_eviction_unit='block'", "h2o_recent_ratio=1.0", "'token'"],
         ),
@@ -169,6 +173,36 @@ def test_quantized_kv_cache_is_refused(model_of):
     refused(options, "--kv-cache-dtype", "fp8", "--kv-cache-dtype auto")
 
 
+def test_checkpoint_with_a_quantized_kv_cache_is_refused(model_of):
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": scheme,
+    }
+    options = model_of(
+        "LlamaForCausalLM", **LLAMA, quantization_config=quantization
+    ) | {"dtype": "bfloat16"}
+    refused(options, "quantized KV cache", "--kv-cache-dtype bfloat16")
+
+
+def test_kv_offloading_is_refused_by_its_option(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_offloading_size": 1.0}
+    refused(options, "--kv-offloading-size=1.0", "drop --kv-offloading-size")
+
+
+def test_mamba_hybrid_is_refused(model_of):
+    config = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+    refused(model_of("Lfm2ForCausalLM", **config), "Mamba", "layers all are attention")
+
+
+def test_diffusion_model_is_refused(model_of):
+    config = resolved(model_of("LlamaForCausalLM", **LLAMA))
+    config.model_config.is_diffusion = True  # on CPU vLLM itself would stop
+    with pytest.raises(ValueError, match="diffusion model.*autoregressive"):
+        check_vllm_config(config)
+
+
 def test_kv_cache_of_another_dtype_is_refused(model_of):
     options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_cache_dtype": "bfloat16"}
     refused(options, "--kv-cache-dtype='bfloat16'", "--kv-cache-dtype auto")
@@ -215,9 +249,16 @@ def test_half_of_the_official_spelling_is_refused(model_of, option):
 def test_fields_assigned_later_count():
     args = EngineArgs(model=MODEL, dtype="float32", max_model_len=1024)
     args.kv_policy, args.h2o_budget = "h2o", 512
+    for policy, budget in (("h2o", 512), ("h2o", 256), ("tova", 256)):
+        args.kv_policy, args.h2o_budget = policy, budget
+        config = args.create_engine_config()
+        assert h2o_config(config) == replace(PRESETS[policy], budget=budget)
+        assert config.scheduler_config.scheduler_cls.endswith("H2OScheduler")
+    config = replace(args, kv_policy="h2o", h2o_budget=384).create_engine_config()
+    assert h2o_config(config) == replace(PRESETS["h2o"], budget=384)
+    args.kv_policy = args.h2o_budget = None
     config = args.create_engine_config()
-    assert h2o_config(config) == replace(PRESETS["h2o"], budget=512)
-    assert config.scheduler_config.scheduler_cls.endswith("H2OScheduler")
+    assert h2o_config(config) is None and config.scheduler_config.scheduler_cls is None
 
 
 def head_profile(path, layers, heads):
@@ -449,18 +490,13 @@ def test_command_line():
         "--h2o-score-decay 0.9 --h2o-eviction-unit block --h2o-head-budgets uniform"
     )
     args = AsyncEngineArgs.from_cli_args(parser().parse_args(line.split()))
-    config = parse_settings(args.additional_config["h2o"])
+    config = parse_settings(translate(args)["additional_config"]["h2o"])
     assert config == H2OConfig(
         "h2o", "20%", 0.25, 3, "all", 1, "sum", 0.9, "block", "uniform"
     )
-    args = AsyncEngineArgs.from_cli_args(
-        parser().parse_args(f"--model {MODEL}".split())
-    )
-    assert (args.additional_config, args.scheduler_cls) == ({}, None)
-    args = parser().parse_args(f"--model {MODEL} --no-enable-h2o".split())
-    assert AsyncEngineArgs.from_cli_args(args).additional_config == {}
-    args = parser().parse_args(f"--model {MODEL} --enable-h2o".split())
-    assert AsyncEngineArgs.from_cli_args(args).additional_config["h2o"]
+    for option, on in (("", False), ("--no-enable-h2o", False), ("--enable-h2o", True)):
+        args = parser().parse_args(f"--model {MODEL} {option}".split())
+        assert bool(translate(AsyncEngineArgs.from_cli_args(args))) == on
 
 
 @pytest.mark.parametrize("line", ["--h2o-budget x", "--kv-policy y", "--h2o-score z"])

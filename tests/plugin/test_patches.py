@@ -14,23 +14,25 @@ VLLM = Path(importlib.util.find_spec("vllm").origin).parent
 
 USE = """
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm_h2o.plugin import engine_args as h2o
+wrapped = hasattr(EngineArgs.create_engine_config, "__wrapped__")
 hooked = hasattr(EngineArgs.__init__, "__wrapped__")
 args = EngineArgs("some/model", kv_policy="h2o", h2o_budget=512,
                   additional_config={"mine": 1})
-print(hooked, args.model, args.additional_config, args.scheduler_cls, args.worker_cls)
+print(hooked, args.model, h2o.translate(args))
 try:
     AsyncEngineArgs(model="m", enable_h2o=True, kv_policy="snapkv")
 except ValueError as error:
     print(error)
-plain = EngineArgs(model="m")
-print(plain.additional_config, plain.scheduler_cls, plain.worker_cls)
+print(wrapped, h2o.translate(EngineArgs(model="m")))
 """
 EXPECTED = """\
-some/model {'mine': 1, 'h2o': {'policy': 'h2o', 'budget': 512}} \
-vllm_h2o.core.scheduler.H2OScheduler vllm_h2o.plugin.worker.H2OCPUWorker
+some/model {'additional_config': {'mine': 1, 'h2o': {'policy': 'h2o', 'budget': 512}}, \
+'scheduler_cls': 'vllm_h2o.core.scheduler.H2OScheduler', \
+'worker_cls': 'vllm_h2o.plugin.worker.H2OCPUWorker'}
 enable_h2o=True means kv_policy='h2o', but kv_policy='snapkv' was given too: \
 drop one of them
-{} None auto
+True {}
 """
 
 

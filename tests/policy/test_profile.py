@@ -63,6 +63,12 @@ def test_blocks_go_where_the_error_falls():
     assert [layer[0] for layer in both] == [layer[0] for layer in alone]
 
 
+def test_a_long_context_is_not_searched_where_nothing_was_measured():
+    layers = [[falling(0.1 * i)] for i in range(1, 5)]
+    expected = allocate(profile(*layers), 32, 8, 32, 1)
+    assert allocate(profile(*layers), 32, 8, 10**6, 1) == expected
+
+
 @pytest.mark.parametrize(
     "change, part",
     [

@@ -39,6 +39,13 @@ class H2OScheduler(AsyncScheduler):
         self.h2o_stats = H2OStats()
         self._logged_counters = ""
         logger.info_once("%s", self._summary())
+        if self._layout.budget >= self.max_model_len:
+            logger.warning_once(
+                "H2O evicts nothing: its budget (--h2o-budget) of %d tokens holds the "
+                "longest request, --max-model-len %d",
+                self._layout.budget,
+                self.max_model_len,
+            )
 
     def _get_local_prefix_cache_hit(self, request: Request):
         # Called for every request that is about to be admitted, before its

@@ -64,12 +64,15 @@ class H2OAttentionSpec(FullAttentionSpec):
         return self.dense_columns + self.layout.budget_blocks
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes of the longest request in the step of its transition.
+        """Bytes of the longest request, in the step of its transition if it has one.
 
         vLLM asks at several lengths to find one that fits (`--max-model-len auto`).
         """
-        dense = cdiv(vllm_config.model_config.max_model_len, self.block_size)
-        return (dense + self.layout.budget_blocks) * self.page_size_bytes
+        longest, layout = vllm_config.model_config.max_model_len, self.layout
+        blocks = cdiv(longest, self.block_size)
+        if longest > layout.budget:
+            blocks += layout.budget_blocks
+        return blocks * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:

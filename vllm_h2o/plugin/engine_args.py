@@ -3,8 +3,10 @@
 Target: `vllm.engine.arg_utils.EngineArgs` and `AsyncEngineArgs`.
 Why: a dataclass that rejects unknown names; vLLM offers plugins no way in.
 How: fields are added to the dataclass; `__init__`, `__post_init__` (which also
-    dataclasses derived later run), `add_cli_args` and `create_engine_config` are
-    wrapped. A vLLM that has not what is wrapped is left alone, with a warning.
+    dataclasses derived later run) and `add_cli_args` are wrapped, and so is
+    `create_engine_config`, within which the fields that vLLM reads are set: before
+    and after, an instance has what it was given. A vLLM that has not what is wrapped
+    is left alone, with a warning.
 Upstream: patches/0001-engine-args-h2o.patch does the same in the source; this
     module then stands down.
 Remove when: vLLM lets a plugin add engine arguments.
@@ -93,7 +95,7 @@ def extend(module: ModuleType) -> None:
         cls.__init__ = _wrap_init(cls.__init__)
     engine_args.__post_init__ = _wrap_post_init(engine_args.__post_init__)
     engine_args.add_cli_args = staticmethod(_wrap_cli(engine_args.add_cli_args))
-    engine_args.create_engine_config = _wrap_config(engine_args.create_engine_config)
+    engine_args.create_engine_config = configured(engine_args.create_engine_config)
 
 
 def _wrap_init(init):
@@ -110,7 +112,7 @@ def _wrap_post_init(post_init):
     @functools.wraps(post_init)
     def wrapped(self) -> None:
         post_init(self)
-        apply(self)
+        translate(self)
 
     return wrapped
 
@@ -125,19 +127,30 @@ def _wrap_cli(add_cli_args):
     return wrapped
 
 
-def _wrap_config(create_engine_config):
+def configured(create_engine_config):
+    """Wrap `EngineArgs.create_engine_config`: our arguments count, and are checked.
+
+    The translated ones do not stay: arguments may be changed, copied by
+    `dataclasses.replace`, and made a config of again.
+    """
+
     @functools.wraps(create_engine_config)
     def wrapped(self, *args: Any, **kwargs: Any):
-        apply(self)  # again: fields may have been assigned since
-        vllm_config = create_engine_config(self, *args, **kwargs)
+        translated = translate(self)
+        given = {name: getattr(self, name) for name in translated}
+        vars(self).update(translated)
+        try:
+            vllm_config = create_engine_config(self, *args, **kwargs)
+        finally:
+            vars(self).update(given)
         check(vllm_config)
         return vllm_config
 
     return wrapped
 
 
-def apply(engine_args: Any) -> None:
-    """Turn the arguments into vLLM's own; nothing when H2O is not asked for.
+def translate(engine_args: Any) -> dict[str, Any]:
+    """Arguments of vLLM that ours stand for; none when H2O is not asked for.
 
     Raises:
         ValueError: Bad or contradictory arguments.
@@ -150,14 +163,16 @@ def apply(engine_args: Any) -> None:
     config = resolve_config(engine_args.kv_policy, engine_args.enable_h2o, options)
     _check_given(engine_args, config)
     if config is None:
-        return
+        return {}
     _check_version()
     # Merged, so that a user's own additional_config is kept.
     additional = engine_args.additional_config or {}
     settings = settings_of(config, options)
-    engine_args.additional_config = {**additional, CONFIG_KEY: settings}
-    _claim(engine_args, "scheduler_cls", None, SCHEDULER_CLS)
-    _claim(engine_args, "worker_cls", "auto", needed_worker_cls())
+    return {
+        "additional_config": {**additional, CONFIG_KEY: settings},
+        "scheduler_cls": _claim(engine_args, "scheduler_cls", None, SCHEDULER_CLS),
+        "worker_cls": _claim(engine_args, "worker_cls", "auto", needed_worker_cls()),
+    }
 
 
 def _check_version() -> None:
@@ -222,14 +237,14 @@ def needed_worker_cls() -> str:
     )
 
 
-def _claim(engine_args: Any, name: str, default: str | None, ours: str) -> None:
+def _claim(engine_args: Any, name: str, default: str | None, ours: str) -> str:
     given = getattr(engine_args, name)
     if given not in (default, ours):
         raise ValueError(
             f"{name}={given!r} (--{name.replace('_', '-')}) contradicts kv_policy "
             f"(--kv-policy), which needs {name}={ours!r}: drop one of them"
         )
-    setattr(engine_args, name, ours)
+    return ours
 
 
 def add_cli_group(parser: Any) -> None:

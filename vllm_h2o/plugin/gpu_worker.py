@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
@@ -60,7 +61,8 @@ class H2OGPUWorker(H2OWorker, Worker):
 def stock_backend(vllm_config: VllmConfig) -> AttentionBackendEnum:
     """What prompts go through: the user's choice, else FlashAttention, else Triton."""
     given = vllm_config.attention_config.backend
-    if given is not None:
+    # CUSTOM: of an engine before this one, which had the same config.
+    if given not in (None, AttentionBackendEnum.CUSTOM):
         return given
     model, cache = vllm_config.model_config, vllm_config.cache_config
     capability = current_platform.get_device_capability()
@@ -70,6 +72,8 @@ def stock_backend(vllm_config: VllmConfig) -> AttentionBackendEnum:
         dtype=model.dtype,
         kv_cache_dtype=cache.cache_dtype,
         block_size=cache.block_size if cache.user_specified_block_size else None,
+        use_mm_prefix=model.is_mm_prefix_lm,
+        use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
     )
     try:
         reasons = FlashAttentionBackend.validate_configuration(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from vllm.config.cache import CacheDType
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import is_quantized_kv_cache, kv_cache_dtype_str_to_dtype
 
@@ -92,6 +93,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
     if model.is_attention_free or _layer_kinds(vllm_config) <= _WINDOWED:
         fix = "use a model with full-attention layers, there is nothing to compress"
         _refuse("attention-free or sliding-window model", model.model, fix)
+    if model.is_hybrid:
+        fix = "use a model whose layers all are attention"
+        _refuse("model with Mamba or linear-attention layers", model.model, fix)
+    if model.is_diffusion:
+        _refuse("diffusion model", model.model, "use an autoregressive model")
     if model.use_mla:
         _refuse("MLA model", model.model, "use a model without MLA")
     if model.is_encoder_decoder:
@@ -101,11 +107,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and (
         _has_other_attention(vllm_config)
     ):
-        _refuse(
-            "--disable-hybrid-kv-cache-manager",
-            True,
-            "drop it: this model has sliding-window layers, which keep their own",
-        )
+        fix = "drop it: this model has sliding-window layers, which keep their own"
+        if model.attention_chunk_size is not None:
+            # vLLM's own doing, unless this is set.
+            fix = "set VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"
+        _refuse("--disable-hybrid-kv-cache-manager", True, fix)
 
 
 def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
@@ -132,6 +138,9 @@ def _check_parallel(vllm_config: VllmConfig) -> None:
         # that the first stage does not get.
         fix = "use --async-scheduling where vLLM has it, or --pipeline-parallel-size 1"
         _refuse("--pipeline-parallel-size without --async-scheduling", stages, fix)
+    offloaded = vllm_config.cache_config.kv_offloading_size
+    if offloaded is not None:
+        _refuse("--kv-offloading-size", offloaded, "drop --kv-offloading-size")
     if vllm_config.kv_transfer_config is not None:
         connector = vllm_config.kv_transfer_config.kv_connector
         _refuse("--kv-transfer-config", connector, "drop --kv-transfer-config")
@@ -139,11 +148,20 @@ def _check_parallel(vllm_config: VllmConfig) -> None:
 
 def _check_cache(vllm_config: VllmConfig) -> None:
     model, dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    own = str(model.dtype).removeprefix("torch.")
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    scheme = isinstance(quantization, dict) and quantization.get("kv_cache_scheme")
+    if scheme and dtype == "auto":
+        # The layers would follow their checkpoint.
+        fix = f"use --kv-cache-dtype {own}"
+        _refuse("the quantized KV cache of this checkpoint", model.model, fix)
     # The kernels read queries, keys and values as one type.
     if is_quantized_kv_cache(dtype) or (
         kv_cache_dtype_str_to_dtype(dtype, model) != model.dtype
     ):
-        _refuse("--kv-cache-dtype", dtype, "use --kv-cache-dtype auto")
+        # Not auto where there is a name: that may be what the checkpoint made of it.
+        named = own if own in get_args(CacheDType) else "auto"
+        _refuse("--kv-cache-dtype", dtype, f"use --kv-cache-dtype {named}")
 
 
 def _check_kernel(vllm_config: VllmConfig) -> None:
@@ -224,7 +242,10 @@ def check_kv_cache_config(
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
     from vllm_h2o.core.spec import H2OAttentionSpec
 
@@ -243,9 +264,12 @@ def check_kv_cache_config(
         ):
             continue
         if type(spec) is not H2OAttentionSpec:
+            why = "a kind of attention that H2O does not have"
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                why = "because its layers differ in shape"
             raise ValueError(
                 f"H2O can not compress layer {name}: vLLM gave it "
-                f"{type(spec).__name__}, because its layers differ in shape; "
+                f"{type(spec).__name__}, {why}; "
                 "drop --kv-policy (kv_policy, enable_h2o)"
             )
 

@@ -192,5 +192,5 @@ class H2OCPUWorker(H2OWorker, CPUWorker):
     @staticmethod
     def choose_backend(vllm_config: VllmConfig) -> str:
         """See the base class; compiles the kernels, once per machine."""
-        cpu.build()
+        cpu.build(vllm_config.model_config.dtype)
         return "vllm_h2o.attention.cpu_backend.H2OCPUBackend"

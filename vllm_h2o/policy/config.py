@@ -13,6 +13,7 @@ ALL_QUERIES = "all"
 UNIFORM, AUTO = "uniform", "auto"
 """`head_budgets` values that are no file."""
 
+_OF_SCORES = ("observation_window", "pooling", "score", "score_decay")
 _SCORES = ("sum", "mean")
 _UNITS = ("token", "block")
 
@@ -251,4 +252,12 @@ def resolve_config(
                 "add kv_policy='h2o' (--kv-policy h2o) or drop the option"
             )
         return None
-    return dataclasses.replace(PRESETS[name], **options)
+    config = dataclasses.replace(PRESETS[name], **options)
+    idle = [name for name in _OF_SCORES if name in options]
+    if idle and not config.keeps_heavy_set:
+        raise ValueError(
+            f"h2o_{idle[0]}={options[idle[0]]!r} has no effect with recent_ratio=1.0, "
+            "which leaves no slots to win by score: drop it, or use a smaller "
+            "h2o_recent_ratio (--h2o-recent-ratio)"
+        )
+    return config

@@ -99,7 +99,10 @@ def allocate(
     Returns:
         `[num_layers][num_kv_heads]` blocks.
     """
-    counts = range(fewest_blocks, max(max_blocks, fewest_blocks) + 1)
+    most = max(max_blocks, fewest_blocks)
+    # Nothing falls any more past what was measured.
+    measured = -(-profile.grid_tokens[-1] // block_size)
+    counts = range(fewest_blocks, max(min(most, measured), fewest_blocks) + 1)
     columns = []
     for head in range(profile.num_kv_heads):
         curves = [
@@ -107,7 +110,7 @@ def allocate(
             for layer in profile.errors
         ]
         total = profile.num_layers * budget_blocks
-        columns.append(_spend(curves, total, fewest_blocks))
+        columns.append(_spend(curves, total, fewest_blocks, most))
     return [list(layer) for layer in zip(*columns, strict=True)]
 
 
@@ -137,30 +140,39 @@ def _interpolate(points: list[tuple[float, float]], x: float) -> float:
     return points[-1][1]
 
 
-def _spend(curves: list[list[float]], total: int, fewest: int) -> list[int]:
+def _spend(curves: list[list[float]], total: int, fewest: int, most: int) -> list[int]:
     """Blocks per curve, `total` together: the steepest average fall goes first.
 
-    A curve starts at `fewest` blocks.
+    A curve starts at `fewest` blocks, none gets more than `most`.
 
     Looking ahead over several blocks is what makes a greedy choice right where a
     curve falls late.
     """
     given = [fewest] * len(curves)
     left = total - sum(given)
+    falls = [_steepest(curve, 0, left) for curve in curves]
     while left > 0:
-        best, choice, step = 0.0, -1, 0
-        for i, curve in enumerate(curves):
-            start = given[i] - fewest
-            for n in range(1, min(left, len(curve) - 1 - start) + 1):
-                fall = (curve[start] - curve[start + n]) / n
-                if fall > best:
-                    best, choice, step = fall, i, n
-        if choice < 0:
+        choice = max(range(len(curves)), key=lambda i: falls[i][0])
+        fall, step = falls[choice]
+        if fall <= 0.0:
             break
         given[choice] += step
         left -= step
-    _spread(given, left, most=len(curves[0]) - 1 + fewest)
+        for i, curve in enumerate(curves):
+            if i == choice or falls[i][1] > left:
+                falls[i] = _steepest(curve, given[i] - fewest, left)
+    _spread(given, left, most)
     return given
+
+
+def _steepest(curve: list[float], start: int, most: int) -> tuple[float, int]:
+    """The steepest average fall from `start` on, and over how many blocks."""
+    best, step = 0.0, 0
+    for n in range(1, min(most, len(curve) - 1 - start) + 1):
+        fall = (curve[start] - curve[start + n]) / n
+        if fall > best:
+            best, step = fall, n
+    return best, step
 
 
 def _spread(given: list[int], left: int, most: int) -> None:

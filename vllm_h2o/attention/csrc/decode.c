@@ -275,6 +275,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #include "observe.h"
 #include "undefine.h"
 
+#ifdef __FLT16_MANT_DIG__ /* gcc before 12 has no _Float16 on x86 */
 #define NAME h2o_decode_float16
 #define COMPRESS h2o_compress_float16
 #define OBSERVE h2o_observe_float16
@@ -287,3 +288,4 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #include "decode.h"
 #include "observe.h"
 #include "undefine.h"
+#endif

@@ -149,9 +149,12 @@ static void FN(observe_tiles)(const h2o_observe_args *a, int64_t head, int64_t f
 }
 
 int OBSERVE(const h2o_observe_args *a) {
-    const int64_t parts = a->num_threads, items = a->num_kv_heads * parts;
     const int64_t num_keys = a->first_position + a->num_queries;
+    const int64_t rows = a->num_queries * (a->num_heads / a->num_kv_heads);
     const int64_t tile_rows = h2o_tile_rows(a);
+    const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+    const int64_t parts = tiles < a->num_threads ? tiles : a->num_threads;
+    const int64_t items = a->num_kv_heads * parts;
     float *sums = calloc(items * num_keys, sizeof(float));
     int failed = !sums;
 #pragma omp parallel num_threads(a->num_threads) if (!failed)

@@ -69,6 +69,7 @@ static inline __attribute__((always_inline)) void h2o_in_order_bf16(h2o_vec pair
     pair[1] = H2O_SHUFFLE(even, odd, H2O_HIGH);
 }
 
+#ifdef __FLT16_MANT_DIG__
 static inline __attribute__((always_inline)) h2o_vec h2o_load_f16(const _Float16 *from) {
 #if defined(__AVX512F__)
     __m256i half;
@@ -80,6 +81,7 @@ static inline __attribute__((always_inline)) h2o_vec h2o_load_f16(const _Float16
     return h2o_load_f32(wide);
 #endif
 }
+#endif
 
 /* The highest of `count` floats and `highest`. Compilers vectorize sums but not
  * this, where a NaN would make the order matter. */

@@ -204,7 +204,7 @@ def choose(
     return chosen
 
 
-@functools.lru_cache
+@functools.cache
 def _choice_sizes(
     layouts: tuple[SlotLayout, ...], budget: int, pooling: int
 ) -> tuple[torch.Tensor, int]:
@@ -392,17 +392,22 @@ def load(*flags: str) -> ctypes.CDLL:
         _build(target, flags)
     # torch has loaded its OpenMP by now; the same soname makes ours resolve to
     # it, so both share one pool of threads.
-    library = ctypes.CDLL(str(target))
-    library.h2o_choose.restype = ctypes.c_int
-    for dtype in _DTYPES.values():
-        for name in ("decode", "compress", "observe"):
-            getattr(library, f"h2o_{name}_{dtype}").restype = ctypes.c_int
-    return library
+    return ctypes.CDLL(str(target))
 
 
-def build() -> None:
-    """Build (if needed) and load the kernel, so that no request waits for it."""
-    _library()
+def build(dtype: torch.dtype) -> None:
+    """Build (if needed) and load the kernels, so that no request waits for them.
+
+    Raises:
+        RuntimeError: There is no compiler, or it failed.
+        ValueError: It has no `dtype`.
+    """
+    if not hasattr(_library(), f"h2o_decode_{_DTYPES[dtype]}"):
+        raise ValueError(
+            f"H2O's kernels were built without {_DTYPES[dtype]} (--dtype), which "
+            f"{_compiler()} does not have: set CC to gcc 12 or newer, or use "
+            "--dtype bfloat16"
+        )
 
 
 def _cache_folder() -> Path:
