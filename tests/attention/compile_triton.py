@@ -3,8 +3,8 @@
     python -m tests.attention.compile_triton 90
 
 The interpreter runs what the compiler refuses (a loop variable that changes its
-type, say), so both are needed. Prints a JSON object, shared memory in bytes by
-kernel.
+type, say), so both are needed. Prints a JSON object: shared memory in bytes by
+kernel, and how often the decode kernel was compiled for different layers and batches.
 """
 
 import dataclasses
@@ -18,7 +18,14 @@ from triton.runtime.jit import JITFunction
 
 from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows
-from vllm_h2o.attention.ops.triton import choose, compress, decode_resident, observe
+from vllm_h2o.attention.ops.triton import (
+    DecodeScratch,
+    choose,
+    compress,
+    decode_resident,
+    observe,
+)
+from vllm_h2o.attention.ops.triton.launch import Tuning
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import lend
@@ -65,15 +72,39 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     rows = ResidentRows(table, torch.empty(3).long(), torch.empty(3).long())
     params = DecodeParams(layout, 0.1, softcap, 0.9, mean=True)
     if by_head:
-        layouts = [SlotLayout(block_size, 512, 512, 0, False), layout]
-        blocks = [x.budget_blocks for x in layouts]
-        heads = HeadSlots(layouts, lend([blocks], max(blocks))[0], [pages], 0)
-        params = dataclasses.replace(params, heads=heads)
+        params = dataclasses.replace(params, heads=heads_of(pages, [512, 1024]))
     decode_resident(query, key, key, pages, rows, params, query)
     blocks, scores = torch.arange(4), torch.zeros(2, block_size)
     observe(query, pages, blocks, 7, scores, params)
     chosen = choose(scores, 0, 0, H2OConfig(), params)
     compress(pages, blocks, table[0], 0, chosen, scores, params)
+
+
+def heads_of(pages, heavy):
+    """Budgets by head, of twice as many slots as are heavy."""
+    layouts = [SlotLayout(pages.keys.shape[3], n, n, 0, False) for n in heavy]
+    blocks = [layout.budget_blocks for layout in layouts]
+    return HeadSlots(layouts, lend([blocks], max(blocks))[0], [pages], 0)
+
+
+def launch_decodes():
+    """Decode in layers and batches that differ only in their sizes."""
+    layout = SlotLayout(16, 512, 512, 0, False)
+    pages = empty_pages(4, 2, 128, 16, torch.bfloat16)
+    sizes = ((1, 1, [512, 1024]), (6, 3, [512, 512]), (5, 16, [256, 768]))
+    for num_rows, num_splits, heavy in sizes:
+        heads = heads_of(pages, heavy)
+        params = DecodeParams(layout, 0.1, 0.0, 0.9, mean=True, heads=heads)
+        query = torch.empty(num_rows, 8, 128, dtype=torch.bfloat16)
+        key = torch.empty(num_rows, 2, 128, dtype=torch.bfloat16)
+        table = torch.empty(num_rows, layout.budget_blocks, dtype=torch.int32)
+        scratch = DecodeScratch.allocate(
+            num_rows, 8, 2, 128, params.largest_budget, query.device,
+            Tuning(num_splits=num_splits),
+        )  # fmt: skip
+        positions = torch.empty(num_rows).long()
+        rows = ResidentRows(table, positions, positions, scratch=scratch)
+        decode_resident(query, key, key, pages, rows, params, query)
 
 
 if __name__ == "__main__":
@@ -84,4 +115,7 @@ if __name__ == "__main__":
     shared = {}
     for name, kernel in compiled:
         shared[name] = max(shared.get(name, 0), kernel.metadata.shared)
-    print(json.dumps(shared))
+    compiled.clear()
+    launch_decodes()
+    decodes = {kernel.hash for name, kernel in compiled if name == "attend_kernel"}
+    print(json.dumps({"shared_bytes": shared, "decode_variants": len(decodes)}))

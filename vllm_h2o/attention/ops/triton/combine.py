@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_h2o.attention.ops.triton.decode import VARYING
 from vllm_h2o.attention.ops.triton.graduate import graduate, write_token
 from vllm_h2o.attention.ops.triton.slots import (
     is_occupied,
@@ -15,18 +16,16 @@ from vllm_h2o.attention.ops.triton.slots import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
     table, table_stride, heads, positions, first_queries,
     logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
-    score_decay,
+    score_decay, head_blocks, largest_budget, max_splits, split_slots,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr, LARGEST_BUDGET: tl.constexpr,
     UNIT: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, SPLIT_SLOTS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr,
 ):  # fmt: skip
@@ -61,11 +60,11 @@ def combine_kernel(
     slot = slot_of(position, heavy, budget)
     length = tl.minimum(position + 1, budget)
     table += row.to(tl.int64) * table_stride
-    places, state = places_of(table, heads, head, position, BUDGET, HEAD_BLOCKS)
+    places, state = places_of(table, heads, head, position, BUDGET, head_blocks)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
     # Splits past the length wrote nothing.
-    num_splits = tl.cdiv(length, SPLIT_SLOTS)
-    first_partial = item * NUM_SPLITS * GROUP
+    num_splits = tl.cdiv(length, split_slots)
+    first_partial = item * max_splits * GROUP
 
     if part < GROUP:
         merge_head(
@@ -77,11 +76,11 @@ def combine_kernel(
         if scores_now & (part * BLOCK_T < length):
             update_scores(
                 scores, state_strides, state,
-                logits + item * GROUP * LARGEST_BUDGET,
+                logits + item * GROUP * largest_budget,
                 partial_maxima + first_partial, partial_sums + first_partial,
                 losers + item, leaving_scores + item, score_decay,
                 part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, position,
-                slot, budget, GROUP, BLOCK_SIZE, LARGEST_BUDGET, UNIT, COMPETES,
+                slot, budget, largest_budget, GROUP, BLOCK_SIZE, UNIT, COMPETES,
                 BLOCK_G, BLOCK_P,
             )  # fmt: skip
     if part == 0:
@@ -129,8 +128,7 @@ def merge_head(
 def update_scores(
     scores, state_strides, state, logits, partial_maxima, partial_sums,
     loser, leaving_score, score_decay, slots, num_splits, head, position, slot,
-    budget, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LARGEST_BUDGET: tl.constexpr,
+    budget, largest_budget, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +144,7 @@ def update_scores(
 
     held = is_occupied(slots, position, slot, budget, UNIT)
     z = tl.load(
-        logits + g[:, None] * LARGEST_BUDGET + slots[None, :],
+        logits + g[:, None] * largest_budget + slots[None, :],
         mask=in_group[:, None] & held[None, :],
         other=float("-inf"),
     )

@@ -19,20 +19,21 @@ from vllm_h2o.attention.ops.triton.slots import (
 # and not exp(inf - inf).
 _NO_LOGIT = tl.constexpr(-1.0e38)
 
+# Differ by layer and by the number of rows: one compilation must serve them all.
+VARYING = ["head_blocks", "max_splits"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=VARYING)
 def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
     table, table_stride, heads, positions, first_queries,
     logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
-    scale, softcap,
+    scale, softcap, head_blocks, largest_budget, max_splits, split_slots,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr, LARGEST_BUDGET: tl.constexpr,
     PINNED: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, SPLIT_SLOTS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_U: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
@@ -42,11 +43,12 @@ def attend_kernel(
         z[h,s] = scale * q[h] . K[s], soft-capped
         m[h]   = max_s z,  l[h] = sum_s exp(z - m),  o[h] = sum_s exp(z - m) V[s]
 
-    Grid `(num_rows, num_kv_heads, NUM_SPLITS)`, of the LARGEST_BUDGET of a head:
+    Grid `(num_rows, num_kv_heads, max_splits)`, of the `largest_budget` of a head:
     programs past a head's own slots return at once, and so do all of a row of
-    position -1, which is padding. The GROUP query heads of a KV head share each
-    read of K and V. Writes `m`, `l`, `o` of the split, the
-    logits `z` once if SCORED, and (split 0) who loses its slot.
+    position -1, which is padding. What depends on that budget and on the number of
+    rows is no constant: each layer and each batch would compile anew. The GROUP query
+    heads of a KV head share each read of K and V. Writes `m`, `l`, `o` of the split,
+    the logits `z` once if SCORED, and (split 0) who loses its slot.
 
     Reference: graduate, write and attend of ops/reference.py. Deviations: the
     pages are not written here, because other splits of the head are reading
@@ -58,12 +60,12 @@ def attend_kernel(
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
     heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
-    start = split * SPLIT_SLOTS
-    end = tl.minimum(start + SPLIT_SLOTS, tl.minimum(position + 1, budget))
+    start = split * split_slots
+    end = tl.minimum(start + split_slots, tl.minimum(position + 1, budget))
     if start >= end:
         return
     table += row.to(tl.int64) * table_stride
-    places, state = places_of(table, heads, head, position, BUDGET, HEAD_BLOCKS)
+    places, state = places_of(table, heads, head, position, BUDGET, head_blocks)
     slot = slot_of(position, heavy, budget)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
 
@@ -97,7 +99,7 @@ def attend_kernel(
     new_z = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale
     new_z = soft_capped(new_z, softcap, SOFTCAP)
     holds_new = (slot >= start) & (slot < end)
-    z_rows = (item * GROUP + g) * LARGEST_BUDGET
+    z_rows = (item * GROUP + g) * largest_budget
     if SCORED:
         z_mask = g < tl.where(holds_new, GROUP, 0)
         tl.store(logits + z_rows + slot, new_z, mask=z_mask)
@@ -139,7 +141,7 @@ def attend_kernel(
         output = tl.dot(weight.to(v.dtype), v, output, input_precision="ieee")
         maximum = new_maximum
 
-    part = (item * NUM_SPLITS + split) * GROUP + g
+    part = (item * max_splits + split) * GROUP + g
     tl.store(partial_maxima + part, maximum, mask=in_group)
     tl.store(partial_sums + part, total, mask=in_group)
     out_offsets = part[:, None] * HEAD_SIZE + d[None, :]

@@ -184,7 +184,7 @@ def decode_resident(
         "losers": scratch.losers, "leaving_scores": scratch.leaving_scores,
         **shapes,
     }  # fmt: skip
-    attend_kernel[(num_rows, num_kv_heads, shapes["NUM_SPLITS"])](
+    attend_kernel[(num_rows, num_kv_heads, shapes["max_splits"])](
         query=query, query_strides=query.stride()[:2],
         scale=params.scale, softcap=params.softcap,
         PINNED=layout.pinned_slots, MEAN=params.mean, SOFTCAP=params.softcap > 0.0,
@@ -200,7 +200,7 @@ def decode_resident(
     combine_kernel[(num_rows, num_kv_heads, programs)](
         output=output, output_strides=output.stride()[:2],
         score_decay=params.score_decay, BLOCK_T=tile,
-        BLOCK_P=triton.next_power_of_2(shapes["NUM_SPLITS"]),
+        BLOCK_P=triton.next_power_of_2(shapes["max_splits"]),
         num_warps=4, **shared,
     )  # fmt: skip
 
@@ -265,7 +265,7 @@ def _shapes(
     scratch: DecodeScratch,
     scored: bool,
 ) -> dict[str, Any]:
-    """The compile-time constants that both kernels share."""
+    """The sizes that both kernels share; in capitals what they are compiled for."""
     num_rows, num_heads, head_size = query.shape
     layout, budget = params.layout, params.largest_budget
     tile = _tile_slots(scratch.tuning, query)
@@ -279,10 +279,10 @@ def _shapes(
     return {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": layout.block_size, "HEAVY": layout.heavy_slots,
-        "BUDGET": layout.budget, "LARGEST_BUDGET": budget,
-        "HEAD_BLOCKS": budget // layout.block_size, "UNIT": unit, "SCORED": scored,
+        "BUDGET": layout.budget, "largest_budget": budget,
+        "head_blocks": budget // layout.block_size, "UNIT": unit, "SCORED": scored,
         "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
-        "NUM_SPLITS": splits, "SPLIT_SLOTS": split_slots,
+        "max_splits": splits, "split_slots": split_slots,
         # Tensor cores multiply 16 rows at least.
         "BLOCK_G": 16, "BLOCK_D": triton.next_power_of_2(head_size),
         "BLOCK_U": triton.next_power_of_2(unit),

@@ -28,16 +28,15 @@ def sizes_of(heads, head, position, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
 
 
 @triton.jit
-def places_of(
-    table, heads, head, position, BUDGET: tl.constexpr, HEAD_BLOCKS: tl.constexpr
-):
+def places_of(table, heads, head, position, BUDGET: tl.constexpr, head_blocks):
     """`(places in K and V, places in the state)` of a KV head of a row.
 
     Heads go their own ways from the position on that outgrows the BUDGET; until
-    then they read the first row of the tables, whose page i is block i.
+    then they read the first row of the tables, of `head_blocks` entries, whose page
+    i is block i.
     """
     if heads is not None:
-        row = tl.where(position >= BUDGET, head + 1, 0) * HEAD_BLOCKS
+        row = tl.where(position >= BUDGET, head + 1, 0) * head_blocks
         columns = heads[1] + row
         own = (table, columns, heads[2] + row)
         state = (table, columns, heads[3] + row)

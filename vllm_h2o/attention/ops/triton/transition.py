@@ -16,8 +16,8 @@ from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
 _TILE_TOKENS = 32
-# Differ from prompt to prompt: one compilation must serve them all.
-_VARYING = ["most", "position", "prompt_scores_stride"]
+# Differ from prompt to prompt or by layer: one compilation must serve them all.
+_VARYING = ["most", "position", "prompt_scores_stride", "head_blocks"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -54,8 +54,8 @@ def gather_kernel(
 def scatter_kernel(
     keys, keys_strides, values, values_strides, scores, births, state_strides,
     staged, chosen, slots, most, prompt_scores, prompt_scores_stride,
-    target_blocks, heads, position,
-    BUDGET: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    target_blocks, heads, position, head_blocks,
+    BUDGET: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def scatter_kernel(
     slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
-    places, state = places_of(target_blocks, heads, head, position, BUDGET, HEAD_BLOCKS)
+    places, state = places_of(target_blocks, heads, head, position, BUDGET, head_blocks)
     target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
     along = d[None, :] * keys_strides[3]
     tl.store(keys + target[:, None] + along, tl.load(staged, mask=mask), mask=mask)
@@ -145,6 +145,6 @@ def compress(
         **arguments, slots=chosen.slots,
         prompt_scores=scores, prompt_scores_stride=scores.stride(0),
         target_blocks=target_blocks, heads=params.head_tables, position=position,
-        BUDGET=layout.budget, HEAD_BLOCKS=params.largest_budget // layout.block_size,
+        BUDGET=layout.budget, head_blocks=params.largest_budget // layout.block_size,
         **shared,
     )  # fmt: skip
