@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import vllm_h2o
 from benchmarks.cells import ENGINE_ARGS
 from benchmarks.machine import engine_env, hardware
 from benchmarks.process import run_in_process
@@ -123,12 +124,17 @@ def turns(job: dict[str, Any]) -> list[dict[str, list[list[float]]]]:
             engine_args=ENGINE_ARGS,
         )
     )
-    found = []
+    found, scored = [], 0
     for turn in range(-2, job["rounds"]):  # the first two warm up
         order = job["orders"][turn % len(job["orders"])]
         times = {str(n): [token_times(system.llm.llm_engine, prompt, n)] for n in order}
+        scored += sum(job["length"] + n > job["budget"] for n in order)
         if turn >= 0:
             found.append(times)
+    transitions = vllm_h2o.stats(system.llm)["transitions"]
+    assert transitions == scored, (
+        f"{transitions} transitions of {scored} scored prompts"
+    )
     system.close()
     return found
 

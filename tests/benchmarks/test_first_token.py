@@ -1,0 +1,43 @@
+"""Time to first token, both sides in one engine; here in the test's process."""
+
+import json
+
+import pytest
+
+import tests.engine.helpers  # noqa: F401  the engine runs in this process
+from benchmarks import first_token
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def here(monkeypatch):
+    options = {**first_token.ENGINE_ARGS, "distributed_executor_backend": "uni"}
+    monkeypatch.setattr(first_token, "ENGINE_ARGS", options)
+
+    def call(target, job, env):
+        assert target == "benchmarks.first_token:turns"
+        return json.loads(json.dumps(first_token.turns(json.loads(json.dumps(job)))))
+
+    monkeypatch.setattr(first_token, "run_in_process", call)
+
+
+@pytest.mark.parametrize("kind", ["--prompts", "--cached"])
+def test_scored_prompts_against_those_kept_whole(here, tmp_path, kind):
+    """That the ones are scored and the others are not is asserted inside."""
+    other = ({"--prompts", "--cached"} - {kind}).pop()
+    output = tmp_path / "first_token.json"
+    options = [kind, "96", other, "--rounds", "2", "--output", str(output)]
+    first_token.main(options)
+    (cell,) = json.loads(output.read_text())["cells"]
+    assert (cell["prompt"], cell["cached"]) == (96, kind == "--cached")
+    assert cell["budget_tokens"] == 64
+    assert cell["ttft_kept_whole_ms"]["min"] > 0
+    assert cell["ratio_ttft"]["min"] > 0
+    lag = cell["second_token_late_ms"]["median"] / cell["ttft_kept_whole_ms"]["median"]
+    expected = cell["ratio_ttft"]["median"] + lag
+    assert cell["ratio_ttft_and_transition"] == pytest.approx(expected)
+
+
+def test_the_second_token_is_late_by_what_the_others_do_not_take():
+    assert first_token.late([1.0, 1.5, 1.7, 1.9, 2.1]) == pytest.approx(0.3)
