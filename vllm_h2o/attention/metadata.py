@@ -206,8 +206,8 @@ class H2OMetadataBuilder(_Stock):
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.layout
         self.parting: Sequence[Any] = ()
-        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        max_rows = max(vllm_config.scheduler_config.max_num_seqs, captured)
+        # No graph of decodes has more rows, in either model runner.
+        max_rows = vllm_config.scheduler_config.max_num_seqs
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._first_queries = torch.zeros_like(self._positions)
         self._block_table = torch.zeros(
