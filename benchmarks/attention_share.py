@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import ENGINE_ARGS
-from benchmarks.machine import engine_env, hardware
+from benchmarks.machine import engine_env
 from benchmarks.process import run_in_process
-from benchmarks.report import spread
+from benchmarks.report import spread, write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import STOCK, Job
 from benchmarks.workloads import SOTU, Workload, prompt_source
@@ -38,17 +38,14 @@ def main(argv: list[str] | None = None) -> None:
             env = engine_env(1)
             found = run_in_process("benchmarks.attention_share:profile", job, env)
             samples[system].append(found)
-    result: dict[str, Any] = {"options": vars(args) | {"output": str(args.output)}}
-    result |= {"hardware": hardware(), "systems": {}}
+    systems = {}
     print(f"\n{'':10}{'attention ms':>14}{'step ms':>10}{'share':>8}   (medians)")
     for system, found in samples.items():
         spreads = {name: spread(f[name] for f in found) for name in found[0]}
-        result["systems"][system] = spreads
+        systems[system] = spreads
         attention, step, share = (s["median"] for s in spreads.values())
         print(f"{system:10}{attention:14.2f}{step:10.2f}{share:8.1%}")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1))
-    print(f"written to {args.output}")
+    write_json(args, systems=systems)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -15,7 +15,6 @@ says: how much later the second token comes than those that follow.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any
 
 import vllm_h2o
 from benchmarks.cells import ENGINE_ARGS
-from benchmarks.machine import engine_env, hardware
+from benchmarks.machine import engine_env
 from benchmarks.process import run_in_process
-from benchmarks.report import spread
+from benchmarks.report import spread, write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import Job
 from benchmarks.workloads import SOTU, prompt_source
@@ -42,11 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         for length in lengths:
             cells.append(measure(length, cached, args))
             print(line(cells[-1]), flush=True)
-    options = vars(args) | {"output": str(args.output)}
-    result = {"options": options, "hardware": hardware(), "cells": cells}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1))
-    print(f"written to {args.output}")
+    write_json(args, cells=cells)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,8 +28,7 @@ from tqdm import tqdm
 from vllm import _custom_ops as ops
 
 from benchmarks.heads import lent_heads
-from benchmarks.machine import hardware
-from benchmarks.report import spread
+from benchmarks.report import spread, write_json
 from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
@@ -51,11 +49,7 @@ def main(argv: list[str] | None = None) -> None:
             torch.set_num_threads(threads)
             cells.append(measure(state, args.rounds) | {"dtype": dtype})
             print(table(cells[-1]), flush=True)
-    options = {**vars(args), "output": str(args.output)}
-    result = {"options": options, "hardware": hardware(), "cells": cells}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1))
-    print(f"written to {args.output}")
+    write_json(args, cells=cells)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -1,12 +1,16 @@
-"""What is said about samples: medians, spreads, ratios, CSV rows, a table."""
+"""What is said about samples: medians, spreads, ratios, CSV rows, tables, JSON."""
 
 from __future__ import annotations
 
+import argparse
 import csv
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.machine import hardware
 
 FIELDS = (
     "workload budget_fraction policy ratio_output_tokens_per_s ratio_tpot ratio_ttft "
@@ -140,6 +144,15 @@ def systems_table(systems: Sequence[Mapping[str, Any]]) -> list[str]:
             cells = (_cell(s[kind].get(name)) for s in systems)
             lines.append(f"{name:{width}}" + "".join(f"{c:>26}" for c in cells))
     return lines
+
+
+def write_json(args: argparse.Namespace, **result: Any) -> None:
+    """Write what a benchmark found, and with which options, to `args.output`."""
+    options = vars(args) | {"output": str(args.output)}
+    whole = {"options": options, "hardware": hardware(), **result}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(whole, indent=1))
+    print(f"written to {args.output}")
 
 
 def _cell(value: Spread | None) -> str:

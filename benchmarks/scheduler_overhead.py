@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import pickle
 import time
 from pathlib import Path
@@ -36,7 +35,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.report import spread
+from benchmarks.report import spread, write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import STOCK
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
@@ -63,13 +62,9 @@ def main(argv: list[str] | None = None) -> None:
         for name, driver in drivers.items():
             for phase, value in driver.run(args.steps).items():
                 samples[name][phase].append(value)
-    result = summarize(samples) | {
-        "options": {**vars(args), "output": str(args.output)}
-    }
+    result = summarize(samples)
     print(table(result))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1))
-    print(f"written to {args.output}")
+    write_json(args, **result)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import ENGINE_ARGS
-from benchmarks.machine import hardware
 from benchmarks.process import ENGINE_ENV
-from benchmarks.report import ratios, summary, systems_table
+from benchmarks.report import ratios, summary, systems_table, write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import STOCK, Job
 from benchmarks.workloads import Workload
@@ -49,11 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         for system, found in samples.items()
     ]
     print("\n".join(systems_table(systems)))
-    options = vars(args) | {"output": str(args.output)}
-    result = {"options": options, "hardware": hardware(), "systems": systems}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1))
-    print(f"written to {args.output}")
+    write_json(args, systems=systems)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
