@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -192,5 +193,7 @@ class H2OCPUWorker(H2OWorker, CPUWorker):
     @staticmethod
     def choose_backend(vllm_config: VllmConfig) -> str:
         """See the base class; compiles the kernels, once per machine."""
-        cpu.build(vllm_config.model_config.dtype)
+        dtype = vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        cpu.build(dtype)
         return "vllm_h2o.attention.cpu_backend.H2OCPUBackend"
