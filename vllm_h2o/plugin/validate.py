@@ -108,9 +108,6 @@ def _check_model(vllm_config: VllmConfig) -> None:
         _has_other_attention(vllm_config)
     ):
         fix = "drop it: this model has sliding-window layers, which keep their own"
-        if model.attention_chunk_size is not None:
-            # vLLM's own doing, unless this is set.
-            fix = "set VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"
         _refuse("--disable-hybrid-kv-cache-manager", True, fix)
 
 
