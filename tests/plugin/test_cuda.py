@@ -85,6 +85,20 @@ def test_stock_backend(config, on_cuda, monkeypatch, dtype, capability, expected
     assert gpu_worker.stock_backend(config).name == expected
 
 
+def test_image_prefixes_are_read_by_triton(config, on_cuda, monkeypatch):
+    """Their attention is bidirectional, which FlashAttention 2 and 3 have not."""
+    config.model_config.dtype = torch.bfloat16
+    monkeypatch.setattr(type(config.model_config), "is_mm_prefix_lm", True)
+    assert gpu_worker.stock_backend(config).name == "TRITON_ATTN"
+
+
+def test_a_config_that_had_an_engine_before_makes_another(config, on_cuda):
+    config.model_config.dtype = torch.bfloat16
+    first = H2OGPUWorker.choose_backend(config)
+    assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
+    assert H2OGPUWorker.choose_backend(config) == first
+
+
 @pytest.mark.parametrize("given", ["FLASH_ATTN", "TRITON_ATTN"])
 def test_users_choice_reads_the_prompts(config, on_cuda, given):
     config.attention_config.backend = AttentionBackendEnum[given]
