@@ -67,10 +67,10 @@ def measure(length: int, cached: bool, args: argparse.Namespace) -> dict[str, An
     job = {"length": length, "cached": cached, "model": args.model}
     fits = ROOM // 2, 2 * ROOM
     turns = run(job | {"budget": length + ROOM}, [fits, fits[::-1]], args.rounds)
-    whole, scored = ([t for turn in turns for t in turn[str(n)]] for n in fits)
+    whole, scored = ([turn[str(n)] for turn in turns] for n in fits)
     budget = max(-(-length * args.budget // 100), 2 * ENGINE_ARGS["block_size"])
     evicted = run(job | {"budget": budget}, [(fits[1],)], args.rounds)
-    lag = [1e3 * late(t) for turn in evicted for t in turn[str(fits[1])]]
+    lag = [1e3 * late(turn[str(fits[1])]) for turn in evicted]
     first = [1e3 * t[0] for t in whole]
     ratio = spread(s[0] / w[0] for s, w in zip(scored, whole, strict=True))
     extra = statistics.median(lag) / statistics.median(first)
@@ -94,13 +94,13 @@ def late(times: list[float]) -> float:
 
 def run(
     job: dict[str, Any], orders: list[tuple[int, ...]], rounds: int
-) -> list[dict[str, list[list[float]]]]:
+) -> list[dict[str, list[float]]]:
     """An engine's turns: the requests of the orders, which alternate."""
     job |= {"orders": orders, "rounds": rounds}
     return run_in_process("benchmarks.first_token:turns", job, engine_env(1))
 
 
-def turns(job: dict[str, Any]) -> list[dict[str, list[list[float]]]]:
+def turns(job: dict[str, Any]) -> list[dict[str, list[float]]]:
     """Inside the process: per turn and `max_tokens`, seconds until each token."""
     from benchmarks.vllm_system import VllmSystem
 
@@ -122,7 +122,7 @@ def turns(job: dict[str, Any]) -> list[dict[str, list[list[float]]]]:
     found, scored = [], 0
     for turn in range(-2, job["rounds"]):  # the first two warm up
         order = job["orders"][turn % len(job["orders"])]
-        times = {str(n): [token_times(system.llm.llm_engine, prompt, n)] for n in order}
+        times = {str(n): token_times(system.llm.llm_engine, prompt, n) for n in order}
         scored += sum(job["length"] + n > job["budget"] for n in order)
         if turn >= 0:
             found.append(times)

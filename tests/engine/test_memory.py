@@ -18,7 +18,7 @@ from tests.engine.helpers import (
 pytestmark = pytest.mark.engine
 
 BUDGET = 256
-PROMPT_TOKENS, NUM_TOKENS = 2000, 400
+PROMPT_TOKENS, NUM_TOKENS = 2000, 1000
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +103,8 @@ def test_sixteen_requests_in_the_memory_of_four(capsys):
             options.pop("worker_extension_cls")
         with engine(**options, **h2o) as llm:
             preempted = count_preemptions(llm)
-            tokens = generate(llm, prompts, 120)
-            assert [len(t) for t in tokens] == [120] * 16
+            tokens = generate(llm, prompts, 200)
+            assert [len(t) for t in tokens] == [200] * 16
             assert_pool_whole(llm)
             counts[name] = len(preempted)
     with capsys.disabled():

@@ -183,7 +183,10 @@ def test_checkpoint_with_a_quantized_kv_cache_is_refused(model_of):
     options = model_of(
         "LlamaForCausalLM", **LLAMA, quantization_config=quantization
     ) | {"dtype": "bfloat16"}
-    refused(options, "quantized KV cache", "--kv-cache-dtype bfloat16")
+    refused(options, "quantized KV cache", "use --kv-cache-dtype bfloat16")
+    # float32 has no name there.
+    options["dtype"] = "float32"
+    refused(options, "quantized KV cache", "--dtype bfloat16 --kv-cache-dtype bfloat16")
 
 
 def test_kv_offloading_is_refused_by_its_option(model_of):
@@ -248,7 +251,6 @@ def test_half_of_the_official_spelling_is_refused(model_of, option):
 
 def test_fields_assigned_later_count():
     args = EngineArgs(model=MODEL, dtype="float32", max_model_len=1024)
-    args.kv_policy, args.h2o_budget = "h2o", 512
     for policy, budget in (("h2o", 512), ("h2o", 256), ("tova", 256)):
         args.kv_policy, args.h2o_budget = policy, budget
         config = args.create_engine_config()

@@ -146,18 +146,21 @@ def _check_parallel(vllm_config: VllmConfig) -> None:
 def _check_cache(vllm_config: VllmConfig) -> None:
     model, dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     own = str(model.dtype).removeprefix("torch.")
+    has_name = own in get_args(CacheDType)
     quantization = getattr(model.hf_config, "quantization_config", None)
     scheme = isinstance(quantization, dict) and quantization.get("kv_cache_scheme")
     if scheme and dtype == "auto":
         # The layers would follow their checkpoint.
-        fix = f"use --kv-cache-dtype {own}"
+        named = own if has_name else "bfloat16"
+        also = "" if has_name else "--dtype bfloat16 "
+        fix = f"use {also}--kv-cache-dtype {named}"
         _refuse("the quantized KV cache of this checkpoint", model.model, fix)
     # The kernels read queries, keys and values as one type.
     if is_quantized_kv_cache(dtype) or (
         kv_cache_dtype_str_to_dtype(dtype, model) != model.dtype
     ):
         # Not auto where there is a name: that may be what the checkpoint made of it.
-        named = own if own in get_args(CacheDType) else "auto"
+        named = own if has_name else "auto"
         _refuse("--kv-cache-dtype", dtype, f"use --kv-cache-dtype {named}")
 
 
