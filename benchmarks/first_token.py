@@ -9,7 +9,8 @@ goes through stock's attention and nothing else, as in stock vLLM; one that may
 generate more is scored. They take turns, and both are stopped after a few tokens.
 
 What a transition adds is taken from a second engine, whose budget is what the option
-says: how much later the second token comes than those that follow.
+says: how much later the second token comes than those that follow. With `--engines`
+several such pairs follow each other, and their turns count together.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=20,
         help="%% of the prompt, and two blocks at least",
     )
-    parser.add_argument("--rounds", type=int, default=24, help="turns of each")
+    parser.add_argument("--rounds", type=int, default=24, help="turns of an engine")
+    parser.add_argument("--engines", type=int, default=1, help="pairs, one by one")
     parser.add_argument("--model", default="", help="folder; SmolLM2 without it")
     default = Path("benchmarks/results/first_token.json")
     parser.add_argument("--output", type=Path, default=default)
@@ -65,19 +67,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def measure(length: int, cached: bool, args: argparse.Namespace) -> dict[str, Any]:
     """One prompt: scored against kept whole, and the transition."""
     job = {"length": length, "cached": cached, "model": args.model}
-    fits = ROOM // 2, 2 * ROOM
-    turns = run(job | {"budget": length + ROOM}, [fits, fits[::-1]], args.rounds)
-    whole, scored = ([turn[str(n)] for turn in turns] for n in fits)
     budget = max(-(-length * args.budget // 100), 2 * ENGINE_ARGS["block_size"])
-    evicted = run(job | {"budget": budget}, [(fits[1],)], args.rounds)
-    lag = [1e3 * late(turn[str(fits[1])]) for turn in evicted]
+    fits = ROOM // 2, 2 * ROOM
+    engines = []
+    for _ in range(args.engines):
+        turns = run(job | {"budget": length + ROOM}, [fits, fits[::-1]], args.rounds)
+        whole, scored = ([turn[str(n)] for turn in turns] for n in fits)
+        evicted = run(job | {"budget": budget}, [(fits[1],)], args.rounds)
+        engines.append((whole, scored, [turn[str(fits[1])] for turn in evicted]))
+    together = summary(*(sum(parts, []) for parts in zip(*engines, strict=True)))
+    one = [summary(*parts)["ratio_ttft_and_transition"] for parts in engines]
+    head = {"prompt": length, "cached": cached, "budget_tokens": budget}
+    return head | together | {"ratio_ttft_and_transition_by_engine": one}
+
+
+def summary(
+    whole: list[list[float]], scored: list[list[float]], evicted: list[list[float]]
+) -> dict[str, Any]:
+    """Times of tokens by turn, in seconds, as the figures of a cell."""
     first = [1e3 * t[0] for t in whole]
+    lag = [1e3 * late(t) for t in evicted]
     ratio = spread(s[0] / w[0] for s, w in zip(scored, whole, strict=True))
     extra = statistics.median(lag) / statistics.median(first)
     return {
-        "prompt": length,
-        "cached": cached,
-        "budget_tokens": budget,
         "ttft_kept_whole_ms": spread(first),
         "ratio_ttft": ratio,
         "kept_whole_second_token_late_ms": spread(1e3 * late(t) for t in whole),
@@ -163,7 +175,8 @@ def line(cell: dict[str, Any]) -> str:
         f"{ratio['median']:.3f} [{ratio['min']:.3f}, {ratio['max']:.3f}]; "
         f"transition {lag['median']:.1f} ms "
         f"(kept whole {cell['kept_whole_second_token_late_ms']['median']:.1f}); "
-        f"with it {cell['ratio_ttft_and_transition']:.3f}"
+        f"with it {cell['ratio_ttft_and_transition']:.3f} (by engine "
+        f"{', '.join(f'{x:.3f}' for x in cell['ratio_ttft_and_transition_by_engine'])})"
     )
 
 

@@ -136,9 +136,14 @@ def heads_of(pages_of_layers, layer, blocks):
     )
 
 
-def compress_on_cpu(pages, source, target, position, chosen, scores, params):
-    layer = ScoredLayer(pages, scores, params)
-    cpu.compress([layer], source, target, position, [chosen])
+def reference_transition(layers, source, target, position, first_query, config):
+    """The oracle of `transition`: its two halves, layer by layer."""
+    for layer in layers:
+        scores, params = layer.scores, layer.params
+        chosen = reference.choose(scores, position, first_query, config, params)
+        reference.compress(
+            layer.pages, source, target, position, chosen, scores, params
+        )
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -147,9 +152,9 @@ def test_budgets_by_head_equal_reference(layer):
     blocks = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
     dtype, budget = torch.float32, 48
     results = []
-    for op, copy in (
-        (reference.decode_resident, reference.compress),
-        (cpu.decode_resident, compress_on_cpu),
+    for op, part_ways in (
+        (reference.decode_resident, reference_transition),
+        (cpu.decode_resident, cpu.transition),
     ):
         generator = torch.Generator().manual_seed(layer)
         caches = [make_cache(dtype, 3, 64, 16) for _ in blocks]
@@ -170,10 +175,8 @@ def test_budgets_by_head_equal_reference(layer):
                 scores = layers[layer].scores[table[0].long()]
                 scores = scores.transpose(0, 1).flatten(1)
                 config = H2OConfig(sinks=4, pooling=1)
-                chosen = reference.choose(scores, position, 0, config, params)
-                copy(
-                    layers[layer], table[0], table[0], position, chosen, scores, params
-                )
+                scored = [ScoredLayer(layers[layer], scores, params)]
+                part_ways(scored, table[0], table[0], position, 0, config)
             op(query, key, value, layers[layer], rows, params, output)
             outputs.append(output)
         births = torch.cat([pages.births[[7, 3, 11]] for pages in layers])

@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.test_decode import heads_of, make_cache, params_of
-from vllm_h2o.attention.ops import ScoredLayer, cpu, reference
+from tests.attention.test_decode import (
+    heads_of,
+    make_cache,
+    params_of,
+    reference_transition,
+)
+from vllm_h2o.attention.ops import ScoredLayer, cpu
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
@@ -35,15 +40,6 @@ def make_layers(dtype, blocks, num_tokens, params, by_head):
             constants = replace(params, heads=heads_of(pages, i, blocks))
         layers.append(ScoredLayer(mine, scores, constants))
     return layers
-
-
-def reference_transition(layers, source, target, position, first_query, config):
-    for layer in layers:
-        scores, params = layer.scores, layer.params
-        chosen = reference.choose(scores, position, first_query, config, params)
-        reference.compress(
-            layer.pages, source, target, position, chosen, scores, params
-        )
 
 
 def check(num_tokens, source, position, config, dtype=torch.float32, by_head=True):

@@ -5,10 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.attention.test_decode import make_cache
 from tests.attention.triton_checks import check_choice, check_same_choice
 from tests.attention.triton_state import DEVICE, empty_pages
-from vllm_h2o.attention.ops import DecodeParams, HeadSlots, cpu, reference
+from vllm_h2o.attention.ops import (
+    Chosen,
+    DecodeParams,
+    HeadSlots,
+    ScoredLayer,
+    cpu,
+    reference,
+)
 from vllm_h2o.attention.ops.triton import selection
+from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import PRESETS, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 from vllm_h2o.policy.lending import lend
@@ -29,8 +38,11 @@ def check_both(scores, *args):
     """Return the choice in Triton; the one in C is the reference's, too."""
     *args, params = args
     expected = reference.choose(scores.cpu(), *args, params)
-    (actual,) = cpu.choose([scores.cpu()], *args, [params])
-    check_same_choice(actual, expected)
+    # The choice asks of the pages how many heads there are, and nothing else.
+    pages = Pages.view(make_cache(torch.float32, len(scores), 16, 16))
+    layer = ScoredLayer(pages, scores.cpu().contiguous(), params)
+    positions, slots = cpu.choose([layer], *args).tokens[:, 0]
+    check_same_choice(Chosen(positions, slots), expected)
     return check_choice(scores, *args, params)
 
 

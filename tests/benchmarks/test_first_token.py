@@ -24,13 +24,13 @@ def here(monkeypatch):
     monkeypatch.setattr(first_token, "run_in_process", call)
 
 
-@pytest.mark.parametrize("kind", ["--prompts", "--cached"])
-def test_scored_prompts_against_those_kept_whole(here, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "engines"), [("--prompts", 1), ("--cached", 2)])
+def test_scored_prompts_against_those_kept_whole(here, tmp_path, kind, engines):
     """That the ones are scored and the others are not is asserted inside."""
     other = ({"--prompts", "--cached"} - {kind}).pop()
     output = tmp_path / "first_token.json"
     options = [kind, "96", other, "--rounds", "2", "--output", str(output)]
-    first_token.main(options)
+    first_token.main([*options, "--engines", str(engines)])
     (cell,) = json.loads(output.read_text())["cells"]
     assert (cell["prompt"], cell["cached"]) == (96, kind == "--cached")
     assert cell["budget_tokens"] == 64
@@ -39,6 +39,9 @@ def test_scored_prompts_against_those_kept_whole(here, tmp_path, kind):
     lag = cell["second_token_late_ms"]["median"] / cell["ttft_kept_whole_ms"]["median"]
     expected = cell["ratio_ttft"]["median"] + lag
     assert cell["ratio_ttft_and_transition"] == pytest.approx(expected)
+    assert len(cell["ratio_ttft_and_transition_by_engine"]) == engines
+    if engines == 1:
+        assert cell["ratio_ttft_and_transition_by_engine"] == [pytest.approx(expected)]
 
 
 def test_the_second_token_is_late_by_what_the_others_do_not_take():

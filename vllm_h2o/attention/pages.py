@@ -14,9 +14,9 @@ import torch
 from vllm_h2o.policy.layout import state_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pages:
-    """All pages of a layer.
+    """All pages of a layer; compared by identity, as `DecodeParams` are.
 
     Attributes:
         keys: `[num_blocks, num_kv_heads, head_size, block_size]`; on CPU, the

@@ -12,23 +12,14 @@
 #define H2O_BINS 4096
 #define H2O_BIN_SHIFT 20
 
-/* Mirrored by vllm_h2o/attention/ops/cpu.py: one layer. */
-typedef struct {
-    const float *scores;    /* [num_kv_heads][num_tokens] */
-    const int64_t *layouts; /* [num_kv_heads][3] budget, heavy slots, pooling */
-    int64_t *positions;     /* [num_kv_heads][most], -1 past a head's own */
-    int64_t *slots;         /* the same */
-    int64_t num_kv_heads, num_tokens, scores_stride, most;
-    int64_t sinks, first_query, score_mean, num_threads;
-} h2o_choose_args;
-
 /* What the first `count` tokens before the ring are compared by; NaN is infinite. */
-static void h2o_comparable(const h2o_choose_args *c, const float *restrict scores,
+static void h2o_comparable(const h2o_transition_args *c, const float *restrict scores,
                            int64_t count, float *restrict values) {
-    const int32_t seen = (int32_t)c->num_tokens, first = (int32_t)c->first_query;
+    const int32_t seen = (int32_t)c->num_tokens;
+    const int32_t first = (int32_t)c->target.first_queries[0];
     for (int32_t t = 0; t < (int32_t)count; ++t) {
         const int32_t queries = seen - (t > first ? t : first);
-        const float divisor = c->score_mean ? (float)(queries > 1 ? queries : 1) : 1.0f;
+        const float divisor = c->target.score_mean ? (float)(queries > 1 ? queries : 1) : 1.0f;
         const float value = scores[t] / divisor;
         values[t] = value != value ? INFINITY : value;
     }
@@ -111,11 +102,14 @@ static void h2o_heaviest(const float *values, int64_t length, int64_t count,
     }
 }
 
-/* One head; `scratch` has three times num_tokens floats. */
-static void h2o_choose_head(const h2o_choose_args *c, int64_t head, float *scratch) {
-    const int64_t budget = c->layouts[3 * head], heavy = c->layouts[3 * head + 1];
-    const int64_t reach = c->layouts[3 * head + 2] / 2, n = c->num_tokens;
-    const int64_t kept = n < budget ? n : budget, ring_start = n - (budget - heavy);
+/* One head; `scratch` has three times num_tokens floats. A head with less than the
+ * common budget does not pool: it has no room for spans. */
+static void h2o_choose_head(const h2o_transition_args *c, int64_t head, float *scratch) {
+    const h2o_slots target = h2o_slots_of(&c->target, 0, head);
+    const int64_t budget = target.budget, heavy = target.heavy_slots;
+    const int64_t reach = budget < c->target.budget ? 0 : c->pooling / 2;
+    const int64_t n = c->num_tokens, ring_start = n - (budget - heavy);
+    const int64_t kept = n < budget ? n : budget;
     int64_t *positions = c->positions + head * c->most;
     int64_t *slots = c->slots + head * c->most;
     for (int64_t i = 0; i < c->most; ++i) slots[i] = positions[i] = i < kept ? i : -1;
@@ -125,22 +119,21 @@ static void h2o_choose_head(const h2o_choose_args *c, int64_t head, float *scrat
         slots[i] = heavy + (positions[i] - heavy) % (budget - heavy);
     }
     if (!heavy) return;
-    const float *scores = c->scores + head * c->scores_stride;
     float *values = scratch, *pooled = values + n;
     const int64_t visible = ring_start + reach < n ? ring_start + reach : n;
-    h2o_comparable(c, scores, visible, values);
+    h2o_comparable(c, c->scores + head * n, visible, values);
     h2o_pool(values, visible, reach, pooled, ring_start);
-    for (int64_t t = 0; t < c->sinks; ++t) pooled[t] = INFINITY;
+    for (int64_t t = 0; t < c->target.pinned_slots; ++t) pooled[t] = INFINITY;
     h2o_heaviest(pooled, ring_start, heavy, pooled + n, positions);
 }
 
-int h2o_choose(const h2o_choose_args *c, int64_t num_layers) {
-    const int64_t heads = c->num_kv_heads;
+int h2o_choose(const h2o_transition_args *c, int64_t num_layers) {
+    const int64_t heads = c->target.num_kv_heads;
     int failed = 0;
-#pragma omp parallel for num_threads(c->num_threads) reduction(| : failed) \
-    schedule(dynamic)
+#pragma omp parallel for num_threads(c->target.num_threads) \
+    reduction(| : failed) schedule(dynamic)
     for (int64_t i = 0; i < num_layers * heads; ++i) {
-        const h2o_choose_args *layer = c + i / heads;
+        const h2o_transition_args *layer = c + i / heads;
         float *scratch = malloc(3 * layer->num_tokens * sizeof(float));
         if (scratch)
             h2o_choose_head(layer, i % heads, scratch);

@@ -50,16 +50,17 @@ typedef struct {
     float scale, softcap, score_decay;
 } h2o_decode_args;
 
-/* Mirrored likewise: copies of chosen tokens between blocks of one request in one
- * layer. Its slots are those of the only row of `target`, which has no query. */
+/* Mirrored likewise: what one layer keeps of a request's tokens, and their copies
+ * between its blocks. Its slots are those of the only row of `target`, which has no
+ * query. */
 typedef struct {
     h2o_decode_args target;
     const int32_t *source_blocks; /* [.] block of position p: [p / block_size] */
-    const int64_t *positions;     /* [num_kv_heads][most] chosen, -1 at the end */
-    const int64_t *slots;         /* where they go, ascending or once around a ring */
-    const float *scores;          /* [num_kv_heads][num_tokens] */
-    int64_t num_tokens, most, in_place;
-} h2o_compress_args;
+    int64_t *positions; /* [num_kv_heads][most] chosen, -1 past a head's own */
+    int64_t *slots;     /* where they go, ascending or once around a ring */
+    const float *scores; /* [num_kv_heads][num_tokens] */
+    int64_t num_tokens, most, pooling, in_place;
+} h2o_transition_args;
 
 /* Mirrored likewise: consecutive queries over the dense pages of one request, of
  * which those before `first_scoring` only attend. */

@@ -427,7 +427,7 @@ static inline void FN(gather_tokens)(const h2o_decode_args *a, FN(page) from,
 }
 
 /* Their scores and births, into `to`. */
-static inline void FN(set_state)(const h2o_compress_args *c, int64_t head,
+static inline void FN(set_state)(const h2o_transition_args *c, int64_t head,
                                  const int64_t *positions, int64_t count,
                                  FN(page) to, int64_t to_slot) {
     const float *scores = c->scores + head * c->num_tokens;
@@ -451,7 +451,7 @@ static inline void FN(unstage)(const h2o_decode_args *a, const h2o_slots *target
 /* Chosen tokens of row 0 into its slots as they are at its position. In place these
  * lie in the very pages that tokens leave, so that all are read before one is
  * written; there a head keeps all, which are where they belong, or fills its pages. */
-static int FN(compress_head)(const h2o_compress_args *c, int64_t head) {
+static int FN(compress_head)(const h2o_transition_args *c, int64_t head) {
     const h2o_decode_args *a = &c->target;
     const int64_t bs = a->block_size, hs = a->head_size, half = bs * hs;
     const int64_t *positions = c->positions + head * c->most;
@@ -482,7 +482,7 @@ static int FN(compress_head)(const h2o_compress_args *c, int64_t head) {
     return 0;
 }
 
-int COMPRESS(const h2o_compress_args *c, int64_t num_layers) {
+int COMPRESS(const h2o_transition_args *c, int64_t num_layers) {
     const int64_t heads = c->target.num_kv_heads;
     int failed = 0;
 #pragma omp parallel for num_threads(c->target.num_threads) \

@@ -81,9 +81,11 @@ class HeadSlots:
         return torch.tensor([row + [0] * (most - len(row)) for row in rows])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodeParams:
     """What one layer's decode step depends on besides its tensors.
+
+    Compared by identity, so that a kernel can remember what it made of them.
 
     Attributes:
         layout: The slots of a request.

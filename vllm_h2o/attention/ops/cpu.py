@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from vllm_h2o.attention.ops import (
-    Chosen,
     DecodeParams,
     ResidentRows,
     ScoredLayer,
@@ -25,7 +26,6 @@ from vllm_h2o.attention.ops import (
 )
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import SlotLayout
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
 # Sums may be reordered so that they vectorize; divisions must stay exact, and
@@ -67,23 +67,16 @@ class _Args(ctypes.Structure):
     )
 
 
-class _CompressArgs(ctypes.Structure):
-    """Mirror of `h2o_compress_args` in decode.c."""
+class _TransitionArgs(ctypes.Structure):
+    """Mirror of `h2o_transition_args` in decode.c."""
 
     _fields_ = [
         ("target", _Args),
-        *_fields("source_blocks positions slots scores", "num_tokens most in_place"),
+        *_fields(
+            "source_blocks positions slots scores",
+            "num_tokens most pooling in_place",
+        ),
     ]
-
-
-class _ChooseArgs(ctypes.Structure):
-    """Mirror of `h2o_choose_args` in choose.h."""
-
-    _fields_ = _fields(
-        "scores layouts positions slots",
-        "num_kv_heads num_tokens scores_stride most "
-        "sinks first_query score_mean num_threads",
-    )
 
 
 class _ObserveArgs(ctypes.Structure):
@@ -118,24 +111,21 @@ def decode_resident(
     assert rows.block_table.dtype == torch.int32
     assert rows.block_table.stride(1) == 1
     assert rows.positions.is_contiguous() and rows.first_queries.is_contiguous()
-    args = _Args(
-        query=query.data_ptr(),
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        output=output.data_ptr(),
-        positions=rows.positions.data_ptr(),
-        first_queries=rows.first_queries.data_ptr(),
-        num_rows=num_rows,
-        num_heads=num_heads,
-        query_stride=query.stride(0),
-        key_stride=key.stride(0),
-        value_stride=value.stride(0),
-        output_stride=output.stride(0),
-        scale=params.scale,
-        softcap=params.softcap,
-        score_decay=params.score_decay,
-        **_slot_args(pages, rows.block_table, params),
-    )
+    args = _slot_args(pages, params)
+    args.block_table = rows.block_table.data_ptr()
+    args.block_table_stride = rows.block_table.stride(0)
+    args.query = query.data_ptr()
+    args.key = key.data_ptr()
+    args.value = value.data_ptr()
+    args.output = output.data_ptr()
+    args.positions = rows.positions.data_ptr()
+    args.first_queries = rows.first_queries.data_ptr()
+    args.num_rows = num_rows
+    args.num_heads = num_heads
+    args.query_stride = query.stride(0)
+    args.key_stride = key.stride(0)
+    args.value_stride = value.stride(0)
+    args.output_stride = output.stride(0)
     if _function("decode", query.dtype)(ctypes.byref(args)):
         raise MemoryError("the H2O decode kernel could not allocate its scratch")
 
@@ -153,112 +143,90 @@ def transition(
     The heads of all layers share out the threads: heads with budgets of their own
     have very different amounts of work.
     """
-    scores = [layer.scores for layer in layers]
-    params = [layer.params for layer in layers]
-    chosen = choose(scores, position, first_query, config, params)
-    compress(layers, source_blocks, target_blocks, position, chosen)
+    choice = choose(layers, position, first_query, config)
+    compress(layers, source_blocks, target_blocks, choice)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What each KV head of each layer keeps of a request.
+
+    Attributes:
+        tokens: `[2, num_layers, num_kv_heads, most]` int64, contiguous: positions and
+            slots of the tokens, see `Chosen`.
+        row: `[2]` int64: the newest token's position, the first query's.
+        args: The kernels' arguments by layer, which point to all this.
+    """
+
+    tokens: torch.Tensor
+    row: torch.Tensor
+    args: ctypes.Array[_TransitionArgs]
 
 
 def choose(
-    scores: Sequence[torch.Tensor],
-    position: int,
-    first_query: int,
-    config: H2OConfig,
-    params: Sequence[DecodeParams],
-) -> list[Chosen]:
+    layers: Sequence[ScoredLayer], position: int, first_query: int, config: H2OConfig
+) -> Choice:
     """See `reference.choose`, of every layer; whole blocks are chosen in torch."""
-    layers = list(zip(scores, params, strict=True))
-    if params[0].layout.whole_blocks:
-        return [
-            reference.choose(mine, position, first_query, config, constants)
-            for mine, constants in layers
-        ]
-    chosen, all_args = [], []
-    for mine, constants in layers:
-        num_kv_heads, num_tokens = mine.shape
-        layout = constants.layout
-        layouts = tuple(constants.layouts_at(position, num_kv_heads))
-        sizes, largest = _choice_sizes(layouts, layout.budget, config.pooling)
-        positions, slots = torch.empty(
-            2, num_kv_heads, min(num_tokens, largest), dtype=torch.int64
+    choice = _no_choice(layers, position, first_query, config.pooling)
+    if not layers[0].params.layout.whole_blocks:
+        _run(_library().h2o_choose, "choose", choice.args)
+        return choice
+    choice.tokens.fill_(-1)
+    for layer, tokens in zip(layers, choice.tokens.unbind(1), strict=True):
+        kept = reference.choose(
+            layer.scores, position, first_query, config, layer.params
         )
-        assert mine.dtype == torch.float32 and mine.stride(1) == 1
-        chosen.append(Chosen(positions, slots))
-        all_args.append(
-            _ChooseArgs(
-                scores=mine.data_ptr(),
-                layouts=sizes.data_ptr(),
-                positions=positions.data_ptr(),
-                slots=slots.data_ptr(),
-                num_kv_heads=num_kv_heads,
-                num_tokens=num_tokens,
-                scores_stride=mine.stride(0),
-                most=positions.shape[1],
-                sinks=layout.sinks,
-                first_query=first_query,
-                score_mean=config.score == "mean",
-                num_threads=torch.get_num_threads(),
-            )
-        )
-    _run(_library().h2o_choose, "choose", all_args)
-    return chosen
+        tokens[0, :, : kept.positions.shape[1]] = kept.positions
+        tokens[1, :, : kept.slots.shape[1]] = kept.slots
+    return choice
 
 
-@functools.cache
-def _choice_sizes(
-    layouts: tuple[SlotLayout, ...], budget: int, pooling: int
-) -> tuple[torch.Tensor, int]:
-    """`[num_kv_heads, 3]` budget, heavy slots and pooling; and the largest budget.
-
-    A head with less than the common `budget` does not pool.
-    """
-    sizes = [
-        (x.budget, x.heavy_slots, pooling if x.budget >= budget else 1) for x in layouts
-    ]
-    return torch.tensor(sizes), max(x.budget for x in layouts)
+def _no_choice(
+    layers: Sequence[ScoredLayer], position: int, first_query: int, pooling: int
+) -> Choice:
+    """Room for a choice, and arguments that point to it."""
+    num_kv_heads, num_tokens = layers[0].scores.shape
+    most = min(num_tokens, max(layer.params.largest_budget for layer in layers))
+    tokens = torch.empty(2, len(layers), num_kv_heads, most, dtype=torch.int64)
+    row = torch.tensor([position, first_query])
+    all_args = (_TransitionArgs * len(layers))()
+    positions, slots = (part.data_ptr() for part in tokens)
+    step = tokens.stride(1) * tokens.element_size()
+    for i, layer in enumerate(layers):
+        scores, args = layer.scores, all_args[i]
+        assert scores.shape == (num_kv_heads, num_tokens)
+        assert scores.dtype == torch.float32 and scores.is_contiguous()
+        args.target = _slot_args(layer.pages, layer.params)
+        args.target.num_rows = 1
+        args.target.positions = row.data_ptr()
+        args.target.first_queries = row.data_ptr() + row.element_size()
+        args.positions, args.slots = positions + i * step, slots + i * step
+        args.scores = scores.data_ptr()
+        args.num_tokens, args.most, args.pooling = num_tokens, most, pooling
+    return Choice(tokens, row, all_args)
 
 
 def compress(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
-    position: int,
-    chosen: Sequence[Chosen],
+    choice: Choice,
 ) -> None:
     """See `reference.compress`, of every layer."""
-    row = torch.tensor([position]), torch.tensor([0])  # its query does not matter
-    assert source_blocks.dtype == target_blocks.dtype == torch.int32
-    assert source_blocks.stride(0) == target_blocks.stride(0) == 1
-    all_args = []
-    for layer, mine in zip(layers, chosen, strict=True):
-        scores = layer.scores
-        assert scores.dtype == torch.float32 and scores.is_contiguous()
-        assert mine.positions.is_contiguous() and mine.slots.is_contiguous()
-        all_args.append(
-            _CompressArgs(
-                target=_Args(
-                    positions=row[0].data_ptr(),
-                    first_queries=row[1].data_ptr(),
-                    num_rows=1,
-                    **_slot_args(layer.pages, target_blocks[None], layer.params),
-                ),
-                source_blocks=source_blocks.data_ptr(),
-                positions=mine.positions.data_ptr(),
-                slots=mine.slots.data_ptr(),
-                scores=scores.data_ptr(),
-                num_tokens=scores.shape[1],
-                most=mine.positions.shape[1],
-                in_place=source_blocks.data_ptr() == target_blocks.data_ptr(),
-            )
-        )
+    for blocks in (source_blocks, target_blocks):
+        assert blocks.dtype == torch.int32 and blocks.stride(0) == 1
+    source, target = source_blocks.data_ptr(), target_blocks.data_ptr()
+    for args in choice.args:
+        args.target.block_table = target
+        args.source_blocks = source
+        args.in_place = source == target
     function = _function("compress", layers[0].pages.keys.dtype)
-    _run(function, "compress", all_args)
+    _run(function, "compress", choice.args)
 
 
-def _run(function: Any, name: str, all_args: Sequence[ctypes.Structure]) -> None:
+def _run(function: Any, name: str, args: ctypes.Array[_TransitionArgs]) -> None:
     """Call a kernel that takes the arguments of all layers."""
-    array = (type(all_args[0]) * len(all_args))(*all_args)
-    if function(array, ctypes.c_int64(len(all_args))):
+    if function(args, ctypes.c_int64(len(args))):
         raise MemoryError(f"the H2O {name} kernel could not allocate its scratch")
 
 
@@ -325,36 +293,51 @@ def attend_observed(
         raise MemoryError("the H2O observe kernel could not allocate its scratch")
 
 
-def _slot_args(
-    pages: Pages, block_table: torch.Tensor, params: DecodeParams
-) -> dict[str, int]:
-    """The arguments that say where slots are."""
+_SLOT_ARGS: WeakKeyDictionary[Pages, WeakKeyDictionary[DecodeParams, _Args]]
+_SLOT_ARGS = WeakKeyDictionary()
+
+
+def _slot_args(pages: Pages, params: DecodeParams) -> _Args:
+    """A copy of the arguments that a layer's rows and steps share.
+
+    They are made once: making them in every step would take as long as a small kernel.
+    """
+    of_pages = _SLOT_ARGS.get(pages)
+    if of_pages is None:
+        of_pages = _SLOT_ARGS[pages] = WeakKeyDictionary()
+    args = of_pages.get(params)
+    if args is None:
+        args = of_pages[params] = _make_slot_args(pages, params)
+    args = _Args.from_buffer_copy(args)
+    args.num_threads = torch.get_num_threads()
+    return args
+
+
+def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
     layout, heads = params.layout, params.heads
-    args = {
-        "cache": pages.keys.data_ptr(),
-        "num_kv_heads": pages.keys.shape[1],
-        "head_size": pages.keys.shape[2],
-        "block_size": layout.block_size,
-        "block_table": block_table.data_ptr(),
-        "block_table_stride": block_table.stride(0),
-        "page_stride": pages.page_stride,
-        "state_offset": pages.state_offset,
-        "budget": layout.budget,
-        "largest_budget": params.largest_budget,
-        "heavy_slots": layout.heavy_slots,
-        "pinned_slots": layout.pinned_slots,
-        "whole_blocks": layout.whole_blocks,
-        "score_mean": params.mean,
-        "num_threads": torch.get_num_threads(),
-    }
+    args = _Args(
+        cache=pages.keys.data_ptr(),
+        num_kv_heads=pages.keys.shape[1],
+        head_size=pages.keys.shape[2],
+        block_size=layout.block_size,
+        page_stride=pages.page_stride,
+        state_offset=pages.state_offset,
+        budget=layout.budget,
+        largest_budget=params.largest_budget,
+        heavy_slots=layout.heavy_slots,
+        pinned_slots=layout.pinned_slots,
+        whole_blocks=layout.whole_blocks,
+        score_mean=params.mean,
+        scale=params.scale,
+        softcap=params.softcap,
+        score_decay=params.score_decay,
+    )
     if heads is not None:
         assert not layout.whole_blocks
-        args |= {
-            "head_layouts": heads.sizes.data_ptr(),
-            "head_offsets": heads.offsets.data_ptr(),
-            "head_columns": heads.columns.data_ptr(),
-            "head_blocks": heads.columns.shape[1],
-        }
+        args.head_layouts = heads.sizes.data_ptr()
+        args.head_offsets = heads.offsets.data_ptr()
+        args.head_columns = heads.columns.data_ptr()
+        args.head_blocks = heads.columns.shape[1]
     return args
 
 
