@@ -4,7 +4,8 @@
 
 The interpreter runs what the compiler refuses (a loop variable that changes its
 type, say), so both are needed. Prints a JSON object: shared memory in bytes by
-kernel, and how often the decode kernel was compiled for different layers and batches.
+kernel, and how often each was compiled for layers, batches and prompts that differ
+only in their sizes.
 """
 
 import dataclasses
@@ -107,6 +108,25 @@ def launch_decodes():
         decode_resident(query, key, key, pages, rows, params, query)
 
 
+def launch_prompts():
+    """Score and compress prompts that differ in sizes and in where their blocks are.
+
+    The blocks of a row of vLLM's block table begin anywhere, for the compiler: at an
+    address that 16 divides, or not. The first is what a worker warms up with.
+    """
+    layout = SlotLayout(16, 512, 512, 0, False)
+    pages = empty_pages(4, 2, 128, 16, torch.bfloat16)
+    params = DecodeParams(layout, 0.1, 0.0, 1.0, mean=True)
+    params = dataclasses.replace(params, heads=heads_of(pages, [256, 768]))
+    for num_tokens, num_queries, first in ((1025, 1, 0), (4096, 32, 1), (48, 16, 3)):
+        table = torch.zeros(2, 512, dtype=torch.int32)[1, first:]
+        query = torch.empty(num_queries, 8, 128, dtype=torch.bfloat16)
+        scores, start = torch.zeros(2, num_tokens), num_tokens - num_queries
+        observe(query, pages, table, start, scores, params)
+        chosen = choose(scores, num_tokens - 1, start, H2OConfig(), params)
+        compress(pages, table, table, num_tokens - 1, chosen, scores, params)
+
+
 if __name__ == "__main__":
     compiled = compile_only(int(sys.argv[1]))
     launch_all(torch.bfloat16, 128, 4, 16, softcap=0.0, kind="tokens")
@@ -117,5 +137,9 @@ if __name__ == "__main__":
         shared[name] = max(shared.get(name, 0), kernel.metadata.shared)
     compiled.clear()
     launch_decodes()
-    decodes = {kernel.hash for name, kernel in compiled if name == "attend_kernel"}
-    print(json.dumps({"shared_bytes": shared, "decode_variants": len(decodes)}))
+    launch_prompts()
+    variants = {name: set() for name in shared}
+    for name, kernel in compiled:
+        variants[name].add(kernel.hash)
+    counts = {name: len(hashes) for name, hashes in variants.items()}
+    print(json.dumps({"shared_bytes": shared, "variants": counts}))

@@ -36,7 +36,10 @@ def main(path: str, model: str, policy: dict, options: dict) -> None:
         "worker_cls": WORKERS[path],
     }  # fmt: skip
     with engine(Path(model), **(settings | options)) as llm:
-        result = {"tokens": generate(llm, random_prompts(*LENGTHS), NUM_TOKENS)}
+        result = {}
+        if path != "cpu":
+            result["warmed_up"] = llm.collective_rpc("probe_ops")[0]
+        result["tokens"] = generate(llm, random_prompts(*LENGTHS), NUM_TOKENS)
         assert_pool_whole(llm)
         result["stats"] = llm.collective_rpc("h2o_stats")[0]
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -9,6 +9,20 @@ from vllm_h2o.attention.ops import triton
 from vllm_h2o.plugin.worker import H2OCPUWorker
 
 
+class NotedOps:
+    """The Triton kernels' module, and which of its functions were asked for."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(triton, name)
+
+
+NOTED = NotedOps()
+
+
 class InterpretedWorker(H2OCPUWorker):
     """vLLM's CPU worker, runner V1 or V2, with all that CUDA's path has beside them."""
 
@@ -16,7 +30,7 @@ class InterpretedWorker(H2OCPUWorker):
     def choose_backend(vllm_config: Any) -> str:
         """CUDA's; under the name that the CPU platform gives to its own."""
         # Kernels are chosen by the tensors' device, which is the CPU here.
-        ops._kernel = lambda tensor: triton
+        ops._kernel = lambda tensor: NOTED
         return "vllm_h2o.attention.cuda_backend.H2OTritonAttentionBackend"
 
     def init_device(self) -> None:
@@ -36,6 +50,10 @@ class InterpretedWorker(H2OCPUWorker):
             return dispatch(*args, **kwargs)
 
         dispatcher.dispatch = noting
+
+    def probe_ops(self) -> list[str]:
+        """What has been called so far."""
+        return sorted(NOTED.names)
 
     def probe_one_token_steps(self) -> list[tuple[bool, bool]]:
         """Of steps of one token per row: whether all decode, and what was asked."""

@@ -6,6 +6,7 @@ class: `cpu_backend.py`, `cuda_backend.py`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.attention.heads import LayerHeads
 from vllm_h2o.attention.metadata import H2OMetadata
-from vllm_h2o.attention.ops import DecodeParams, ScoredLayer, decode_resident
+from vllm_h2o.attention.ops import (
+    DecodeParams,
+    ScoredLayer,
+    decode_resident,
+    observe,
+    transition,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.prompt import observe_prompt
 from vllm_h2o.core.settings import h2o_config
@@ -121,6 +128,25 @@ class H2OImpl(_Stock):
         self._bind(kv_cache, layout)
         scores = self._pages.scores[blocks.long()].transpose(0, 1).flatten(1)
         return ScoredLayer(self._pages, scores, self._params)
+
+    def warm_up(self, kv_cache: torch.Tensor, layout: SlotLayout) -> None:
+        """Score and compress a prompt of zeros, in vLLM's null block.
+
+        Triton compiles a kernel when it is first used; no prompt shall wait for that.
+
+        Args:
+            kv_cache: The layer's cache.
+            layout: The slots of a head on average.
+        """
+        self._bind(kv_cache, layout)
+        pages, params, position = self._pages, self._params, layout.budget
+        zeros = functools.partial(torch.zeros, device=kv_cache.device)
+        query = zeros(1, self.num_heads, self.head_size, dtype=kv_cache.dtype)
+        scores = zeros(pages.keys.shape[1], position + 1)
+        prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
+        observe(query, pages, prompt, position, scores, params)
+        layer = ScoredLayer(pages, scores, params)
+        transition([layer], prompt, resident, position, position, self.h2o)
 
     def unbind(self) -> None:
         """Let go of a cache: vLLM makes one only to measure graphs with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,16 +90,25 @@ class H2OWorker(_Stock):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""
         check_kv_cache_config(self.vllm_config, kv_cache_config)
-        context = self.vllm_config.compilation_config.static_forward_context
-        for layer in context.values():
+        for layer in self._h2o_layers.values():
             if (impl := _impl(layer)) is not None:
                 impl.unbind()
         super().initialize_from_config(kv_cache_config)
+        for builder in self._h2o_builders():
+            builder.bind(self._step, self._split_budget(builder))
+
+    @property
+    def _h2o_layers(self) -> dict[str, Any]:
+        """vLLM's attention modules by name."""
+        return self.vllm_config.compilation_config.static_forward_context
+
+    def _h2o_builders(self) -> Iterator[H2OMetadataBuilder]:
+        """Those of the KV cache groups that H2O compresses."""
         for group in attention_groups(self.model_runner, self._is_v2):
             for builder in group.metadata_builders:
                 if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
                     check_kernel_block_size(group.kv_cache_spec, builder.spec)
-                    builder.bind(self._step, self._split_budget(builder))
+                    yield builder
 
     def _split_budget(self, builder: H2OMetadataBuilder) -> Sequence[Any]:
         """Give the heads of a KV cache group their budgets, if there is a profile.
@@ -111,10 +120,9 @@ class H2OWorker(_Stock):
         path = profile_path(config, self.vllm_config.model_config.model)
         if path is None:
             return ()
-        context = self.vllm_config.compilation_config.static_forward_context
         names = sorted(builder.layer_names, key=extract_layer_index)
-        layers = [context[name] for name in names]
-        evicting = [x for x in context.values() if hasattr(_impl(x), "h2o")]
+        layers = [self._h2o_layers[name] for name in names]
+        evicting = [x for x in self._h2o_layers.values() if hasattr(_impl(x), "h2o")]
         if len(layers) < len(evicting):
             raise ValueError(
                 f"h2o_head_budgets (--h2o-head-budgets): {path} has budgets for "
@@ -151,9 +159,18 @@ class H2OWorker(_Stock):
         """Warm up; vLLM makes steps of its own for that, which have no plan."""
         self._warming_up = True
         try:
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
         finally:
             self._warming_up = False
+        self._warm_up_prompts()
+        return times
+
+    @torch.inference_mode()
+    def _warm_up_prompts(self) -> None:
+        """Use what only prompts use; layers of a group differ in no constant."""
+        for builder in self._h2o_builders():
+            layer = self._h2o_layers[builder.layer_names[0]]
+            layer.impl.warm_up(layer.kv_cache, builder.layout)
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Run a step under the scheduler's plan."""

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -91,6 +91,9 @@ class _ObserveArgs(ctypes.Structure):
     )
 
 
+_Kind = TypeVar("_Kind", _Args, _ObserveArgs)
+
+
 def decode_resident(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -111,7 +114,7 @@ def decode_resident(
     assert rows.block_table.dtype == torch.int32
     assert rows.block_table.stride(1) == 1
     assert rows.positions.is_contiguous() and rows.first_queries.is_contiguous()
-    args = _slot_args(pages, params)
+    args = _layer_args(pages, params, _Args)
     args.block_table = rows.block_table.data_ptr()
     args.block_table_stride = rows.block_table.stride(0)
     args.query = query.data_ptr()
@@ -196,7 +199,7 @@ def _no_choice(
         scores, args = layer.scores, all_args[i]
         assert scores.shape == (num_kv_heads, num_tokens)
         assert scores.dtype == torch.float32 and scores.is_contiguous()
-        args.target = _slot_args(layer.pages, layer.params)
+        args.target = _layer_args(layer.pages, layer.params, _Args)
         args.target.num_rows = 1
         args.target.positions = row.data_ptr()
         args.target.first_queries = row.data_ptr() + row.element_size()
@@ -267,48 +270,42 @@ def attend_observed(
     assert scores.shape[0] == num_kv_heads and scores.shape[1] >= num_tokens
     if params.score_decay != 1.0:
         scores.mul_(params.score_decay ** (num_queries - first_scoring))
-    args = _ObserveArgs(
-        query=query.data_ptr(),
-        cache=pages.keys.data_ptr(),
-        blocks=dense_blocks.data_ptr(),
-        scores=scores.data_ptr(),
-        output=None if output is None else output.data_ptr(),
-        num_queries=num_queries,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=block_size,
-        query_stride=query.stride(0),
-        output_stride=0 if output is None else output.stride(0),
-        scores_stride=scores.stride(0),
-        page_stride=pages.page_stride,
-        first_position=first_position,
-        first_scoring=first_scoring,
-        num_threads=torch.get_num_threads(),
-        scale=params.scale,
-        softcap=params.softcap,
-        score_decay=params.score_decay,
-    )
+    args = _layer_args(pages, params, _ObserveArgs)
+    args.query = query.data_ptr()
+    args.blocks = dense_blocks.data_ptr()
+    args.scores = scores.data_ptr()
+    args.num_queries = num_queries
+    args.num_heads = num_heads
+    args.query_stride = query.stride(0)
+    args.scores_stride = scores.stride(0)
+    args.first_position = first_position
+    args.first_scoring = first_scoring
+    if output is not None:
+        args.output, args.output_stride = output.data_ptr(), output.stride(0)
     if _function("observe", query.dtype)(ctypes.byref(args)):
         raise MemoryError("the H2O observe kernel could not allocate its scratch")
 
 
-_SLOT_ARGS: WeakKeyDictionary[Pages, WeakKeyDictionary[DecodeParams, _Args]]
-_SLOT_ARGS = WeakKeyDictionary()
+_LAYER_ARGS: WeakKeyDictionary[
+    Pages, WeakKeyDictionary[DecodeParams, dict[type, ctypes.Structure]]
+] = WeakKeyDictionary()
 
 
-def _slot_args(pages: Pages, params: DecodeParams) -> _Args:
-    """A copy of the arguments that a layer's rows and steps share.
+def _layer_args(pages: Pages, params: DecodeParams, kind: type[_Kind]) -> _Kind:
+    """A kernel's arguments with a layer's constants in, the others zero.
 
-    They are made once: making them in every step would take as long as a small kernel.
+    Copied from what is made once: making it in every step would take as long as a
+    small kernel.
     """
-    of_pages = _SLOT_ARGS.get(pages)
+    of_pages = _LAYER_ARGS.get(pages)
     if of_pages is None:
-        of_pages = _SLOT_ARGS[pages] = WeakKeyDictionary()
-    args = of_pages.get(params)
-    if args is None:
-        args = of_pages[params] = _make_slot_args(pages, params)
-    args = _Args.from_buffer_copy(args)
+        of_pages = _LAYER_ARGS[pages] = WeakKeyDictionary()
+    made = of_pages.get(params)
+    if made is None:
+        slots = _make_slot_args(pages, params)
+        made = {_Args: slots, _ObserveArgs: _make_observe_args(slots)}
+        of_pages[params] = made
+    args: Any = kind.from_buffer_copy(made[kind])
     args.num_threads = torch.get_num_threads()
     return args
 
@@ -319,7 +316,7 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
         cache=pages.keys.data_ptr(),
         num_kv_heads=pages.keys.shape[1],
         head_size=pages.keys.shape[2],
-        block_size=layout.block_size,
+        block_size=pages.block_size,
         page_stride=pages.page_stride,
         state_offset=pages.state_offset,
         budget=layout.budget,
@@ -339,6 +336,12 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
         args.head_columns = heads.columns.data_ptr()
         args.head_blocks = heads.columns.shape[1]
     return args
+
+
+def _make_observe_args(slots: _Args) -> _ObserveArgs:
+    """What both structures have."""
+    names = {name for name, _ in _ObserveArgs._fields_} & {f[0] for f in _Args._fields_}
+    return _ObserveArgs(**{name: getattr(slots, name) for name in names})
 
 
 def _function(name: str, dtype: torch.dtype):

@@ -48,7 +48,10 @@ def load_queries(
     return tl.load(query + head * query_strides[1] + offsets, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "split_tokens"])
+@triton.jit(
+    do_not_specialize=[*_VARYING, "split_tokens"],
+    do_not_specialize_on_alignment=["blocks"],
+)
 def lse_kernel(
     query, query_strides, keys, keys_strides, blocks, lse,
     num_queries, first_position, split_tokens, scale, softcap,
@@ -90,7 +93,10 @@ def lse_kernel(
     tl.store(lse + at, maximum + tl.log(total), mask=rows < num_queries)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "scores_stride"])
+@triton.jit(
+    do_not_specialize=[*_VARYING, "scores_stride"],
+    do_not_specialize_on_alignment=["blocks"],
+)
 def observe_kernel(
     query, query_strides, keys, keys_strides, blocks, lse, weights, scores,
     scores_stride, num_queries, first_position, scale, softcap,

@@ -20,7 +20,9 @@ _TILE_TOKENS = 32
 _VARYING = ["most", "position", "prompt_scores_stride", "head_blocks"]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(
+    do_not_specialize=_VARYING, do_not_specialize_on_alignment=["source_blocks"]
+)
 def gather_kernel(
     keys, keys_strides, values, values_strides, chosen, source_blocks, staged, most,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -50,7 +52,9 @@ def gather_kernel(
     tl.store(staged + HEAD_SIZE, v, mask=mask)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(
+    do_not_specialize=_VARYING, do_not_specialize_on_alignment=["target_blocks"]
+)
 def scatter_kernel(
     keys, keys_strides, values, values_strides, scores, births, state_strides,
     staged, chosen, slots, most, prompt_scores, prompt_scores_stride,
