@@ -30,25 +30,37 @@ def main() -> None:
     sizes = TINY if args.tiny else FULL
     result: dict[str, Any] = {"environment": measure.environment(device)}
     result["sizes"] = vars(sizes)
-    result["correctness"] = correctness.check_all(args.tiny)
-    copy_gb_per_s = measure.copy_bandwidth(device, sizes)
-    result["copy_gb_per_s"] = copy_gb_per_s
-    result["decode"] = decode.measure_all(sizes, device, copy_gb_per_s)
-    if args.sweep:
-        result["sweep"] = decode.sweep(sizes, device, copy_gb_per_s)
-    result["prompt"] = prompt.measure_all(sizes, device)
+    output = output_path(args, result["environment"]["device"])
+
+    def note(part: str, found: Any) -> Any:
+        """Keep what there is: a crash or a time limit loses the rest only."""
+        result[part] = found
+        output.write_text(json.dumps(result, indent=2))
+        print(f"{part}: done", flush=True)
+        return found
+
+    copy = note("copy_gb_per_s", measure.copy_bandwidth(device, sizes))
+    note("correctness", correctness.check_all(args.tiny))
+    note("decode", decode.measure_all(sizes, device, copy))
+    note("prompt", prompt.measure_all(sizes, device))
     if not args.tiny:
-        result["targets"] = targets(result)
+        note("targets", targets(result))
+    if args.sweep:
+        note("sweep", decode.sweep(sizes, device, copy))
     print(report(result))
-    name = result["environment"]["device"].lower().replace(" ", "-")
-    folder = "build" if args.tiny else "benchmarks/results"
-    output = Path(args.output or f"{folder}/gpu-{name}.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2))
     print(f"written to {output}")
     failed = [row for row in result["correctness"] if not row["ok"]]
     if failed:
         raise SystemExit(f"{len(failed)} checks against the reference failed")
+
+
+def output_path(args: argparse.Namespace, device: str) -> Path:
+    """The JSON file, in a folder that exists."""
+    name = device.lower().replace(" ", "-")
+    folder = "build" if args.tiny else "benchmarks/results"
+    output = Path(args.output or f"{folder}/gpu-{name}.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output
 
 
 def parse_args() -> argparse.Namespace:
@@ -94,7 +106,7 @@ def report(result: dict[str, Any]) -> str:
         ),
         f"copy: {result['copy_gb_per_s']:.0f} GB/s (read and written)",
     ]
-    for title in ("decode", "sweep", "prompt", "targets"):
+    for title in ("decode", "prompt", "targets", "sweep"):
         if title in result:
             lines += ["", title, *table(result[title])]
     return "\n".join(lines)

@@ -43,6 +43,7 @@ def check_all(tiny: bool) -> list[dict[str, Any]]:
         except Exception as failure:  # the others and the times still count
             text = f"{type(failure).__name__}: {failure}"
             error = " ".join(text.split())[:200]
+            print(f"FAILED {name}: {error}", flush=True)
         results.append({"check": name, "ok": not error, "error": error})
     return results
 

@@ -14,6 +14,9 @@ import triton
 from benchmarks.gpu.sizes import Sizes
 
 _REPEATS = 20
+_WARM_MS, _SAMPLE_MS = 200.0, 5.0
+"""Of replays before anything is timed, since an idle GPU's clock is slow; and of each
+sample, beside which the launch of its first replay is nothing."""
 
 
 def device(tiny: bool) -> torch.device:
@@ -44,7 +47,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def microseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call, replayed as a CUDA graph."""
+    """Median time of a call, replayed as a CUDA graph, warm."""
     if device.type == "cpu":
         start = time.perf_counter()
         call()
@@ -60,16 +63,23 @@ def microseconds(call: Callable[[], Any], device: torch.device) -> float:
     with torch.cuda.graph(graph):
         call()
     graph.replay()
-    times = []
-    for _ in range(_REPEATS):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
+    once = _elapsed_ms(graph, 3) / 3
+    _elapsed_ms(graph, int(_WARM_MS / once) + 1)
+    count = int(_SAMPLE_MS / once) + 1
+    times = [_elapsed_ms(graph, count) / count for _ in range(_REPEATS)]
+    return statistics.median(times) * 1e3
+
+
+def _elapsed_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Milliseconds of so many replays, one after another."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(replays):
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def copy_bandwidth(device: torch.device, sizes: Sizes) -> float:

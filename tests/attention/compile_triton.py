@@ -2,6 +2,9 @@
 
     python -m tests.attention.compile_triton 90
 
+With another triton than the installed one, such as 3.6 of the GPU benchmark:
+`pip install --no-deps --target DIR triton==3.6.0`, and DIR first in PYTHONPATH.
+
 The interpreter runs what the compiler refuses (a loop variable that changes its
 type, say), so both are needed. Prints a JSON object: shared memory in bytes by
 kernel, and how often each was compiled for layers, batches and prompts that differ
@@ -115,13 +118,14 @@ def launch_prompts():
     address that 16 divides, or not. The first is what a worker warms up with.
     """
     layout = SlotLayout(16, 512, 512, 0, False)
-    pages = empty_pages(4, 2, 128, 16, torch.bfloat16)
+    pages = empty_pages(4, 3, 128, 16, torch.bfloat16)
     params = DecodeParams(layout, 0.1, 0.0, 1.0, mean=True)
-    params = dataclasses.replace(params, heads=heads_of(pages, [256, 768]))
-    for num_tokens, num_queries, first in ((1025, 1, 0), (4096, 32, 1), (48, 16, 3)):
+    params = dataclasses.replace(params, heads=heads_of(pages, [256, 768, 512]))
+    sizes = ((1025, 1, 0), (4096, 32, 1), (48, 16, 3), (1023, 32, 2))
+    for num_tokens, num_queries, first in sizes:
         table = torch.zeros(2, 512, dtype=torch.int32)[1, first:]
-        query = torch.empty(num_queries, 8, 128, dtype=torch.bfloat16)
-        scores, start = torch.zeros(2, num_tokens), num_tokens - num_queries
+        query = torch.empty(num_queries, 6, 128, dtype=torch.bfloat16)
+        scores, start = torch.zeros(3, num_tokens), num_tokens - num_queries
         observe(query, pages, table, start, scores, params)
         chosen = choose(scores, num_tokens - 1, start, H2OConfig(), params)
         compress(pages, table, table, num_tokens - 1, chosen, scores, params)

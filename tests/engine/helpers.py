@@ -89,6 +89,14 @@ def answers(llm: Any, prompts: list[list[int]], parameters: Any) -> list[list[in
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def outcome(llm: Any, prompt: list[int], num_tokens: int) -> tuple[Any, Any]:
+    """Greedy tokens of a prompt that is compressed, and the positions that survive."""
+    llm.collective_rpc("probe_watch")
+    (tokens,) = generate(llm, [prompt], num_tokens)
+    (survivors,) = llm.collective_rpc("probe_survivors")[0].values()
+    return tokens, survivors
+
+
 def add(llm: Any, request_id: str, prompt: list[int], num_tokens: int) -> None:
     """Add a request to the engine, to be stepped by hand."""
     llm.llm_engine.add_request(

@@ -10,6 +10,7 @@ from tests.engine.helpers import (
     check,
     engine,
     generate,
+    outcome,
     pool,
     prompts_of,
     scheduler,
@@ -136,6 +137,52 @@ def test_preempted_requests_finish_and_leak_nothing():
         assert vllm_h2o.stats(llm)["preemptions"] == len(preempted)
         assert vllm_h2o.stats(llm)["transitions"] >= 6 + len(preempted) // 2
         assert_pool_whole(llm)
+
+
+def run_until_preempted(llm, prompt, num_tokens, moment):
+    """Preempt a request once; its tokens until then and after, and its survivors."""
+    llm.collective_rpc("probe_watch")
+    before = vllm_h2o.stats(llm)["preemptions"]
+    add(llm, "preempted", prompt, num_tokens)
+    (request,) = scheduler(llm).requests.values()
+    while not moment(request):
+        llm.llm_engine.step()
+    known = list(request.output_token_ids)
+    assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    assert held(llm) == 0
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        check(llm)
+    (survivors,) = llm.collective_rpc("probe_survivors")[0].values()
+    assert vllm_h2o.stats(llm)["preemptions"] == before + 1
+    assert_pool_whole(llm)
+    return known, list(request.output_token_ids[len(known) :]), survivors
+
+
+@pytest.mark.parametrize("generated", [1, 40])
+def test_a_preempted_resident_goes_on_as_if_all_its_tokens_were_a_prompt(
+    llm, generated
+):
+    """After one token its transition, which is left to the next step, is due still."""
+    (prompt,), num_tokens = prompts_of(700), 80
+    known, tokens, survivors = run_until_preempted(
+        llm, prompt, num_tokens, lambda r: r.num_output_tokens == generated
+    )
+    assert len(known) == generated
+    fresh = outcome(llm, prompt + known, num_tokens - generated)
+    assert (tokens, survivors) == fresh
+
+
+def test_preempted_between_the_chunks_of_a_prompt_it_scores_once(llm, monkeypatch):
+    """Of the 32 queries that score, 31 have when all starts again."""
+    (prompt,), num_tokens = prompts_of(700), 40
+    expected = outcome(llm, prompt, num_tokens)
+    monkeypatch.setattr(scheduler(llm), "max_num_scheduled_tokens", 233)
+    known, *result = run_until_preempted(
+        llm, prompt, num_tokens, lambda r: r.num_computed_tokens == 3 * 233
+    )
+    assert known == []
+    assert tuple(result) == expected
 
 
 def test_pool_too_small_for_one_request_is_refused():

@@ -9,23 +9,24 @@ from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 pytestmark = pytest.mark.engine
 
-NUM_TOKENS = 150
+NUM_TOKENS, BUDGET, MAX_MODEL_LEN = 150, 128, 1024
 # Ranks sum in another order than one alone, which decides ties of float32 the other
 # way. In these prompts the dense reference meets no decision closer than 2e-5 of a
 # value, with either budgets; with seed 1 it does.
 PROMPTS = random_prompts(90, 300, 410, 601, seed=2)
 
 
-def run(model, size):
+def run(model, size, budget=BUDGET):
+    """Tokens and logprobs by prompt; survivors by rank, prompt, layer and KV head."""
     with engine(
         model,
         kv_policy="h2o",
-        h2o_budget=128,
+        h2o_budget=budget,
         tensor_parallel_size=size,
         distributed_executor_backend="mp" if size > 1 else "uni",
         skip_tokenizer_init=True,
         max_num_batched_tokens=256,
-        max_model_len=1024,
+        max_model_len=MAX_MODEL_LEN,
     ) as llm:
         llm.collective_rpc("probe_watch")
         inputs = [{"prompt_token_ids": p} for p in PROMPTS]
@@ -41,33 +42,83 @@ def run(model, size):
         ]
         for output in outputs
     ]
-    # Ranks hold consecutive KV heads of every layer.
-    survivors = [
+    return tokens, logprobs, [list(rank.values()) for rank in ranks]
+
+
+def joined(ranks):
+    """Survivors of all KV heads: ranks hold consecutive ones of every layer."""
+    return [
         [sum(heads, []) for heads in zip(*layers, strict=True)]
-        for layers in zip(*(rank.values() for rank in ranks), strict=True)
+        for layers in zip(*ranks, strict=True)
     ]
-    return tokens, logprobs, survivors
+
+
+def save_profile(model, num_kv_heads):
+    """Falls that differ by layer and head; of 4 heads, both ranks have rich and poor
+    ones."""
+    curves = [
+        [[s, s / 9, s / 90] for s in torch.logspace(-3, 0, 4).roll(i).tolist()]
+        for i in range(4)
+    ]
+    curves = [layer[:num_kv_heads] for layer in curves]
+    HeadProfile([64, 128, 512], curves).save(model / FILE_NAME)
 
 
 @pytest.mark.parametrize("budgets", ["uniform", "by head"])
 def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets):
     model = save_llama(tmp_path)
     if budgets == "by head":
-        # Falls that differ by layer and head; both ranks have rich and poor ones.
-        curves = [
-            [[s, s / 9, s / 90] for s in torch.logspace(-3, 0, 4).roll(i).tolist()]
-            for i in range(4)
-        ]
-        HeadProfile([64, 128, 512], curves).save(model / FILE_NAME)
-    tokens, logprobs, survivors = run(model, 1)
+        save_profile(model, 4)
+    tokens, logprobs, ranks = run(model, 1)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    tokens_2, logprobs_2, survivors_2 = run(model, 2)
+    tokens_2, logprobs_2, ranks_2 = run(model, 2)
+    survivors = joined(ranks)
+    assert joined(ranks_2) == survivors
+    sizes = {len(head) for layer in survivors[-1] for head in layer}
+    assert (len(sizes) > 1) == (budgets == "by head"), "the budgets are not as meant"
+    assert_same_answers((tokens, logprobs), (tokens_2, logprobs_2))
+
+
+def test_ranks_that_share_a_head_give_the_result_of_one_where_nothing_is_evicted(
+    tmp_path, monkeypatch
+):
+    model = save_llama(tmp_path, num_kv_heads=1)
+    *one, _ = run(model, 1, budget=MAX_MODEL_LEN)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    *two, _ = run(model, 2, budget=MAX_MODEL_LEN)
+    assert_same_answers(one, two)
+
+
+@pytest.mark.parametrize("budgets", ["uniform", "by head"])
+def test_ranks_that_share_a_head_choose_by_their_own_queries(
+    tmp_path, monkeypatch, budgets
+):
+    """And have as many slots of it, so that one plan of the scheduler fits both."""
+    model = save_llama(tmp_path, num_kv_heads=1)
+    if budgets == "by head":
+        save_profile(model, 1)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    tokens, _, (first, second) = run(model, 2)
+    assert [len(t) for t in tokens] == [NUM_TOKENS] * len(PROMPTS)
+    assert len({tuple(t) for t in tokens}) == len(tokens)
+    assert slots(first) == slots(second)
+    assert first != second
+    longest = slots(first)[-1]
+    assert (len(set(longest)) > 1) == (budgets == "by head")
+    assert sum(longest) == len(longest) * BUDGET
+
+
+def slots(rank):
+    """How many tokens the one KV head of a rank holds, by prompt and layer."""
+    return [[len(head) for (head,) in layers] for layers in rank]
+
+
+def assert_same_answers(one, two):
+    """Tokens and logprobs of two runs; ranks sum in another order than one alone."""
+    (tokens, logprobs), (tokens_2, logprobs_2) = one, two
     assert len({tuple(t) for t in tokens}) == len(tokens)
     assert max(len(set(t)) for t in tokens) > 10, "the model only repeats itself"
     assert tokens_2 == tokens
-    assert survivors_2 == survivors
-    sizes = {len(head) for layer in survivors[-1] for head in layer}
-    assert (len(sizes) > 1) == (budgets == "by head"), "the budgets are not as meant"
     for a, b in zip(logprobs, logprobs_2, strict=True):
         for step, step_2 in zip(a, b, strict=True):
             assert [t for t, _ in step] == [t for t, _ in step_2]

@@ -9,6 +9,7 @@ from tests.engine.helpers import (
     check,
     engine,
     generate,
+    outcome,
     prompts_of,
     scheduler,
 )
@@ -41,12 +42,13 @@ def siblings():
     return [prefix + tail for tail in tails]
 
 
-def test_prefix_hits_give_the_tokens_of_a_cold_cache(plain, cached, siblings):
-    expected = [generate(plain, [prompt], NUM_TOKENS)[0] for prompt in siblings]
+def test_prefix_hits_give_the_result_of_a_cold_cache(plain, cached, siblings):
+    """Tokens and survivors: a greedy answer forgives a wrong one of these."""
+    expected = [outcome(plain, prompt, NUM_TOKENS) for prompt in siblings]
     computed = []
-    for prompt, tokens in zip(siblings, expected, strict=True):
+    for prompt, result in zip(siblings, expected, strict=True):
         request_steps = watch_prefill(cached)
-        assert generate(cached, [prompt], NUM_TOKENS)[0] == tokens
+        assert outcome(cached, prompt, NUM_TOKENS) == result
         computed.append(request_steps())
     # The first request computes everything, the others not the shared prefix,
     # but for what the observation window needs.
@@ -56,7 +58,7 @@ def test_prefix_hits_give_the_tokens_of_a_cold_cache(plain, cached, siblings):
     assert computed[2] == len(siblings[2]) - min(SHARED, reach)
     # The same prompt again: its own blocks hit, up to the window.
     request_steps = watch_prefill(cached)
-    assert generate(cached, [siblings[0]], NUM_TOKENS)[0] == expected[0]
+    assert outcome(cached, siblings[0], NUM_TOKENS) == expected[0]
     reach = (len(siblings[0]) - WINDOW) // BLOCK_SIZE * BLOCK_SIZE
     assert request_steps() == len(siblings[0]) - reach
     assert_pool_whole(cached)
@@ -137,10 +139,7 @@ def test_chunks_give_the_survivors_of_one_chunk(plain, window):
     # 233: three chunks and a last one of a single token.
     for chunk in (2048, 233, 64, 33):
         scheduler(plain).max_num_scheduled_tokens = chunk
-        plain.collective_rpc("probe_watch")
-        tokens = generate(plain, [prompt], 32)
-        (survivors,) = plain.collective_rpc("probe_survivors")[0].values()
-        results[chunk] = tokens, survivors
+        results[chunk] = outcome(plain, prompt, 32)
     scheduler(plain).max_num_scheduled_tokens = 2048
     one_chunk = results.pop(2048)
     for chunk, result in results.items():

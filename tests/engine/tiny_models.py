@@ -22,11 +22,12 @@ _COMMON = {
 }
 
 
-def save_llama(folder: Path) -> Path:
+def save_llama(folder: Path, num_kv_heads: int = 4) -> Path:
     """A llama with 4 KV heads, which two ranks can share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(LlamaForCausalLM, LlamaConfig(num_hidden_layers=4, **_COMMON), folder)
+    options = _COMMON | {"num_hidden_layers": 4, "num_key_value_heads": num_kv_heads}
+    return _save(LlamaForCausalLM, LlamaConfig(**options), folder)
 
 
 def save_hybrid(folder: Path, windowed: int = 2, full: int = 1) -> Path:

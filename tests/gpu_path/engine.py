@@ -12,7 +12,7 @@ from pathlib import Path
 
 H2O = "vllm_h2o.core.scheduler.H2OScheduler"
 WORKERS = {
-    "cpu": "vllm_h2o.plugin.worker.H2OCPUWorker",
+    "cpu": "vllm_h2o.plugin.cpu_worker.H2OCPUWorker",
     "v1": "tests.gpu_path.workers.InterpretedWorker",
     "v2": "tests.gpu_path.workers.InterpretedWorker",
     "v2 graphs": "tests.gpu_path.workers.GraphedWorker",

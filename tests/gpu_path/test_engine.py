@@ -78,8 +78,8 @@ def test_tokens_are_those_of_the_cpu_path(run, profile, path, chunks, by_head):
     assert actual["stats"] == expected["stats"]
     assert actual["stats"]["transitions"] == 2, "the other two are kept whole"
     assert actual["stats"]["tokens_evicted"] > 0
-    # Compiled by now, on a GPU; decodes are by vLLM's own dummy runs there.
-    assert actual["warmed_up"] == ["observe", "transition"]
+    # Compiled by now, on a GPU.
+    assert actual["warmed_up"] == ["decode_resident", "observe", "transition"]
     v2 = "vllm.v1.worker.cpu.model_runner"
     assert (actual["runner"] == v2) == path.startswith("v2")
     if "graphs" in path:

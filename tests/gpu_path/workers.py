@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_h2o.attention import ops
 from vllm_h2o.attention.ops import triton
-from vllm_h2o.plugin.worker import H2OCPUWorker
+from vllm_h2o.plugin.cpu_worker import H2OCPUWorker
 
 
 class NotedOps:
@@ -50,6 +50,12 @@ class InterpretedWorker(H2OCPUWorker):
             return dispatch(*args, **kwargs)
 
         dispatcher.dispatch = noting
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As CUDA's does, before vLLM watches for kernels that are compiled late."""
+        times = super().compile_or_warm_up_model()
+        self.warm_up_kernels()
+        return times
 
     def probe_ops(self) -> list[str]:
         """What has been called so far."""

@@ -1,5 +1,7 @@
 """What H2O chooses, reserves and refuses on CUDA, as far as no GPU is needed."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.smollm2 import ensure_model
 from tests.core.helpers import plan_of
-from vllm_h2o.attention import cuda_backend
+from vllm_h2o.attention import cuda_backend, heads
 from vllm_h2o.attention.metadata import StepRows
 from vllm_h2o.attention.ops.triton import DecodeScratch
 from vllm_h2o.core.plan import RowPlan
@@ -25,6 +27,7 @@ from vllm_h2o.plugin import gpu_worker, runner
 from vllm_h2o.plugin.engine_args import WORKER_CLS, needed_worker_cls
 from vllm_h2o.plugin.gpu_worker import H2OGPUWorker
 from vllm_h2o.plugin.validate import check_cuda_options, check_kernel_block_size
+from vllm_h2o.plugin.worker import H2OWorker
 from vllm_h2o.policy.config import H2OConfig
 
 
@@ -111,6 +114,47 @@ def test_users_choice_reads_the_prompts(config, on_cuda, given):
         assert issubclass(getattr(backend, get)(), getattr(stock, get)())
 
 
+def test_no_process_on_cuda_imports_the_worker_of_the_cpu():
+    """Which would put placeholders for streams, events and pinned memory in torch."""
+    script = """
+import sys
+sys.modules["vllm.v1.worker.cpu_worker"] = sys.modules["vllm.v1.worker.cpu.shm"] = None
+import vllm_h2o.plugin.gpu_worker, vllm_h2o.core.scheduler, vllm_h2o.plugin.validate
+import vllm_h2o.attention.cuda_backend
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_kernels_are_warm_before_vllm_watches_for_late_ones(monkeypatch):
+    calls = []
+    for cls, name in (
+        (H2OWorker, "warm_up_kernels"),
+        (Worker, "_maybe_activate_jit_monitor"),
+    ):
+        assert hasattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda self, name=name: calls.append(name))
+    H2OGPUWorker.__new__(H2OGPUWorker)._maybe_activate_jit_monitor()
+    assert calls == ["warm_up_kernels", "_maybe_activate_jit_monitor"]
+
+
+def test_memory_that_the_user_names_is_not_cut(config, on_cuda, monkeypatch):
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 1 << 30)
+    monkeypatch.setattr(gpu_worker, "scratch_bytes", lambda config: 1 << 20)
+    worker = H2OGPUWorker.__new__(H2OGPUWorker)
+    worker.vllm_config, worker.cache_config = config, config.cache_config
+    assert worker.determine_available_memory() == (1 << 30) - (1 << 20)
+    config.cache_config.kv_cache_memory_bytes = 1 << 30
+    assert worker.determine_available_memory() == 1 << 30
+
+
+def test_batch_invariance_is_refused(config, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=1: unset it"):
+        check_cuda_options(config)
+    backend = cuda_backend.H2OFlashAttentionBackend
+    assert not backend.supports_batch_invariance()
+
+
 def test_other_backends_are_refused(config):
     config.attention_config.backend = AttentionBackendEnum.FLASHINFER
     with pytest.raises(ValueError, match="--attention-backend='FLASHINFER'.*TRITON"):
@@ -124,7 +168,7 @@ def test_other_backends_are_refused(config):
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):
     monkeypatch.setattr(Cuda, "device_type", "cpu")
-    monkeypatch.setattr(gpu_worker, "profile_path", lambda *args: None)
+    monkeypatch.setattr(heads, "profile_path", lambda *args: None)
     config.scheduler_config.max_num_seqs = 7
     scratch = DecodeScratch.allocate(7, 9, 3, 64, 256, torch.device("cpu"))
     parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
@@ -133,11 +177,11 @@ def test_scratch_is_reserved(config, on_cuda, monkeypatch):
 
 def test_scratch_grows_with_the_richest_head(config, monkeypatch):
     config.cache_config.block_size = 32
-    monkeypatch.setattr(gpu_worker, "profile_path", lambda *args: None)
-    assert gpu_worker.largest_budget(config) == 256
+    monkeypatch.setattr(heads, "profile_path", lambda *args: None)
+    assert heads.largest_budget(config) == 256
     (profile,) = Path("benchmarks/profiles").glob("*.json")
-    monkeypatch.setattr(gpu_worker, "profile_path", lambda *args: profile)
-    assert 256 < gpu_worker.largest_budget(config) <= 1024
+    monkeypatch.setattr(heads, "profile_path", lambda *args: profile)
+    assert 256 < heads.largest_budget(config) <= 1024
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_model_without_full_attention_is_refused(model_of):
 def test_half_of_the_official_spelling_is_refused(model_of, option):
     ours = {
         "scheduler_cls": "vllm_h2o.core.scheduler.H2OScheduler",
-        "worker_cls": "vllm_h2o.plugin.worker.H2OCPUWorker",
+        "worker_cls": "vllm_h2o.plugin.cpu_worker.H2OCPUWorker",
     }
     options = model_of("LlamaForCausalLM", **LLAMA) | {"dtype": "float32"}
     # The class alone, without a policy.
@@ -463,7 +463,7 @@ def test_official_spelling_gives_the_same_config(model_of):
         **model_of("LlamaForCausalLM", **LLAMA),
         dtype="float32",
         scheduler_cls="vllm_h2o.core.scheduler.H2OScheduler",
-        worker_cls="vllm_h2o.plugin.worker.H2OCPUWorker",
+        worker_cls="vllm_h2o.plugin.cpu_worker.H2OCPUWorker",
         additional_config={"h2o": settings},
     )
     assert h2o_config(args.create_engine_config()) == replace(

@@ -29,7 +29,7 @@ print(wrapped, h2o.translate(EngineArgs(model="m")))
 EXPECTED = """\
 some/model {'additional_config': {'mine': 1, 'h2o': {'policy': 'h2o', 'budget': 512}}, \
 'scheduler_cls': 'vllm_h2o.core.scheduler.H2OScheduler', \
-'worker_cls': 'vllm_h2o.plugin.worker.H2OCPUWorker'}
+'worker_cls': 'vllm_h2o.plugin.cpu_worker.H2OCPUWorker'}
 enable_h2o=True means kv_policy='h2o', but kv_policy='snapkv' was given too: \
 drop one of them
 True {}

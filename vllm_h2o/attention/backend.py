@@ -7,6 +7,7 @@ class: `cpu_backend.py`, `cuda_backend.py`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from vllm_h2o.attention.heads import LayerHeads
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops import (
     DecodeParams,
+    ResidentRows,
     ScoredLayer,
     decode_resident,
     observe,
@@ -129,24 +131,34 @@ class H2OImpl(_Stock):
         scores = self._pages.scores[blocks.long()].transpose(0, 1).flatten(1)
         return ScoredLayer(self._pages, scores, self._params)
 
-    def warm_up(self, kv_cache: torch.Tensor, layout: SlotLayout) -> None:
-        """Score and compress a prompt of zeros, in vLLM's null block.
-
-        Triton compiles a kernel when it is first used; no prompt shall wait for that.
+    def warm_up(
+        self,
+        kv_cache: torch.Tensor,
+        layout: SlotLayout,
+        padding: Iterable[ResidentRows],
+    ) -> None:
+        """Call all kernels: a prompt of zeros in vLLM's null block, rows of padding.
 
         Args:
             kv_cache: The layer's cache.
             layout: The slots of a head on average.
+            padding: Batches to decode.
         """
         self._bind(kv_cache, layout)
         pages, params, position = self._pages, self._params, layout.budget
         zeros = functools.partial(torch.zeros, device=kv_cache.device)
-        query = zeros(1, self.num_heads, self.head_size, dtype=kv_cache.dtype)
-        scores = zeros(pages.keys.shape[1], position + 1)
+        num_kv_heads, dtype = pages.keys.shape[1], kv_cache.dtype
+        query = zeros(1, self.num_heads, self.head_size, dtype=dtype)
+        scores = zeros(num_kv_heads, position + 1)
         prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
         observe(query, pages, prompt, position, scores, params)
         layer = ScoredLayer(pages, scores, params)
         transition([layer], prompt, resident, position, position, self.h2o)
+        for rows in padding:
+            query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
+            key = query[:, :num_kv_heads]
+            output = torch.empty_like(query)
+            decode_resident(query, key, key, pages, rows, params, output)
 
     def unbind(self) -> None:
         """Let go of a cache: vLLM makes one only to measure graphs with."""

@@ -12,7 +12,6 @@ prompt's step of one token is not taken for a decode.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
+from vllm_h2o.attention.heads import largest_budget
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, check_supported
@@ -61,21 +61,18 @@ class _CUDABuilder(H2OMetadataBuilder):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
-    @cached_property
-    def _scratch(self) -> DecodeScratch:
-        """Made when first needed: budgets by head are known by then."""
-        own = [
-            heads.largest_budget
-            for layer in self.parting
-            if (heads := layer.impl.heads) is not None
-        ]
-        return DecodeScratch.allocate(
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not self.compresses:
+            return
+        # Before vLLM measures what graphs take: the worker counts it itself.
+        self._scratch = DecodeScratch.allocate(
             len(self._positions),
             self.num_heads_q,
             self.spec.num_kv_heads,
             self.spec.head_size,
-            max(self.layout.budget, *own, 0),
-            self.device,
+            largest_budget(vllm_config),
+            device,
         )
 
     def _resident(
@@ -83,12 +80,20 @@ class _CUDABuilder(H2OMetadataBuilder):
     ) -> ResidentRows:
         return replace(super()._resident(common, first_queries), scratch=self._scratch)
 
+    def _padding(self, num_rows: int) -> ResidentRows:
+        return replace(super()._padding(num_rows), scratch=self._scratch)
+
 
 class _CUDABackend(H2OBackend):
     @staticmethod
     def get_name() -> str:
         """The member of vLLM's enum that is left to others."""
         return "CUSTOM"
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Splits, and so the order of sums, depend on the number of rows."""
+        return False
 
     @classmethod
     def check_supported(cls, spec: FullAttentionSpec, vllm_config: VllmConfig) -> None:

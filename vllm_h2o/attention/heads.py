@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.math_utils import cdiv
 
 from vllm_h2o.attention.ops import HeadSlots
+from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.policy.config import AUTO, UNIFORM, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import PageOf, lend
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,6 @@ class LayerHeads:
     layer: int
     members: Sequence[Any]
 
-    @property
-    def largest_budget(self) -> int:
-        """Most slots of one of the layer's heads."""
-        return max(layout.budget for layout in self.layouts)
-
     def slots(self) -> HeadSlots:
         """With the pages of all layers, which are there once the cache is bound."""
         layers = [member.impl.view(member.kv_cache) for member in self.members]
@@ -50,6 +51,26 @@ def profile_path(config: H2OConfig, model: str) -> Path | None:
         return Path(config.head_budgets)
     path = Path(model) / FILE_NAME
     return path if config.may_differ_by_head and path.is_file() else None
+
+
+def largest_budget(vllm_config: VllmConfig) -> int:
+    """Most slots that any KV head gets."""
+    config = h2o_config(vllm_config)
+    assert config is not None
+    block_size = vllm_config.cache_config.block_size
+    max_model_len = vllm_config.model_config.max_model_len
+    layout = SlotLayout.from_config(config, block_size, max_model_len)
+    path = profile_path(config, vllm_config.model_config.model)
+    if path is None:
+        return layout.budget
+    blocks = allocate(
+        HeadProfile.load(path),
+        block_size,
+        layout.budget_blocks,
+        cdiv(max_model_len, block_size),
+        SlotLayout.fewest_blocks(config, block_size),
+    )
+    return max(layout.budget, block_size * max(map(max, blocks)))
 
 
 def split(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -315,6 +315,18 @@ class H2OMetadataBuilder(_Stock):
             out=self._block_table[:num_rows],
         )
         return ResidentRows(blocks, positions, first_queries)
+
+    def padding(self) -> Iterator[ResidentRows]:
+        """Batches of 1, 2, 4 .. rows that touch no page."""
+        num_rows = 1
+        while num_rows <= len(self._positions):
+            yield self._padding(num_rows)
+            num_rows *= 2
+
+    def _padding(self, num_rows: int) -> ResidentRows:
+        positions = self._positions[:num_rows].fill_(-1)
+        table, first_queries = self._block_table, self._first_queries
+        return ResidentRows(table[:num_rows], positions, first_queries[:num_rows])
 
     def _part_ways(self, common: CommonAttentionMetadata, rows: BatchRows) -> None:
         """Give heads their own slots in rows that have just filled the budget.

@@ -35,7 +35,7 @@ from vllm_h2o.policy.config import (
 
 SCHEDULER_CLS = "vllm_h2o.core.scheduler.H2OScheduler"
 WORKER_CLS = {
-    "cpu": "vllm_h2o.plugin.worker.H2OCPUWorker",
+    "cpu": "vllm_h2o.plugin.cpu_worker.H2OCPUWorker",
     "cuda": "vllm_h2o.plugin.gpu_worker.H2OGPUWorker",
 }
 

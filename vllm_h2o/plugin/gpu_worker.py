@@ -8,17 +8,14 @@ import torch
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.utils.math_utils import cdiv
+from vllm.utils.mem_utils import format_gib
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_h2o.attention.heads import profile_path
-from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.attention.heads import largest_budget
 from vllm_h2o.plugin.worker import H2OWorker
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.profile import HeadProfile, allocate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,9 +50,24 @@ class H2OGPUWorker(H2OWorker, Worker):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: without what the resident kernels hand around.
 
-        vLLM's profile run has no KV cache yet, so it does not see that.
+        vLLM's profile run has no KV cache yet, so it does not see that. Bytes that
+        the user names (`--kv-cache-memory`) are taken as they are.
         """
-        return super().determine_available_memory() - scratch_bytes(self.vllm_config)
+        available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes:
+            return available
+        scratch = scratch_bytes(self.vllm_config)
+        logger.info_once(
+            "H2O's decode steps take %s GiB beside the KV cache, for up to %d rows "
+            "(--max-num-seqs)",
+            format_gib(scratch), self.vllm_config.scheduler_config.max_num_seqs,
+        )  # fmt: skip
+        return available - scratch
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Compile H2O's kernels too, before vLLM complains of what is compiled."""
+        self.warm_up_kernels()
+        super()._maybe_activate_jit_monitor()
 
 
 def stock_backend(vllm_config: VllmConfig) -> AttentionBackendEnum:
@@ -100,23 +112,3 @@ def scratch_bytes(vllm_config: VllmConfig) -> int:
         largest_budget(vllm_config),
         current_platform.device_type,
     )
-
-
-def largest_budget(vllm_config: VllmConfig) -> int:
-    """Most slots that any KV head gets."""
-    config = h2o_config(vllm_config)
-    assert config is not None
-    block_size = vllm_config.cache_config.block_size
-    max_model_len = vllm_config.model_config.max_model_len
-    layout = SlotLayout.from_config(config, block_size, max_model_len)
-    path = profile_path(config, vllm_config.model_config.model)
-    if path is None:
-        return layout.budget
-    blocks = allocate(
-        HeadProfile.load(path),
-        block_size,
-        layout.budget_blocks,
-        cdiv(max_model_len, block_size),
-        SlotLayout.fewest_blocks(config, block_size),
-    )
-    return max(layout.budget, block_size * max(map(max, blocks)))

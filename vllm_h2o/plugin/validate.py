@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from vllm import envs
 from vllm.config.cache import CacheDType
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import is_quantized_kv_cache, kv_cache_dtype_str_to_dtype
@@ -198,6 +199,9 @@ def check_cuda_options(vllm_config: VllmConfig) -> None:
         _refuse("attention_config.backend_per_kind", attention.backend_per_kind, fix)
     if vllm_config.parallel_config.enable_dbo:
         _refuse("--enable-dbo", True, "drop --enable-dbo")
+    if envs.VLLM_BATCH_INVARIANT:
+        # Splits, and so the order of sums, depend on the number of rows.
+        _refuse("VLLM_BATCH_INVARIANT", 1, "unset it")
 
 
 def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:

@@ -1,4 +1,8 @@
-"""The workers: give layers the backend, hand each step's plan to the builders."""
+"""The worker of every platform: give layers the backend, builders each step's plan.
+
+It must not import what belongs to a platform: vLLM's CPU worker, say, turns torch's
+CUDA interface off for the whole process.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_h2o.attention.backend import H2OImpl
 from vllm_h2o.attention.heads import profile_path, split
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
-from vllm_h2o.attention.ops import cpu
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.plugin.runner import attention_groups, follow
@@ -159,18 +161,19 @@ class H2OWorker(_Stock):
         """Warm up; vLLM makes steps of its own for that, which have no plan."""
         self._warming_up = True
         try:
-            times = super().compile_or_warm_up_model()
+            return super().compile_or_warm_up_model()
         finally:
             self._warming_up = False
-        self._warm_up_prompts()
-        return times
 
     @torch.inference_mode()
-    def _warm_up_prompts(self) -> None:
-        """Use what only prompts use; layers of a group differ in no constant."""
+    def warm_up_kernels(self) -> None:
+        """Use H2O's kernels, for platforms that compile them when they are first used.
+
+        One layer of a group does: they differ in no constant.
+        """
         for builder in self._h2o_builders():
             layer = self._h2o_layers[builder.layer_names[0]]
-            layer.impl.warm_up(layer.kv_cache, builder.layout)
+            layer.impl.warm_up(layer.kv_cache, builder.layout, builder.padding())
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Run a step under the scheduler's plan."""
@@ -200,17 +203,3 @@ def _impl(layer: Any) -> H2OImpl | None:
     """Our implementation of a layer's attention, if it has one."""
     impl = getattr(layer, "impl", None)
     return impl if isinstance(impl, H2OImpl) else None
-
-
-class H2OCPUWorker(H2OWorker, CPUWorker):
-    """vLLM's CPU worker with H2O's attention backend."""
-
-    overridden = AttentionBackendEnum.CPU_ATTN
-
-    @staticmethod
-    def choose_backend(vllm_config: VllmConfig) -> str:
-        """See the base class; compiles the kernels, once per machine."""
-        dtype = vllm_config.model_config.dtype
-        assert isinstance(dtype, torch.dtype)
-        cpu.build(dtype)
-        return "vllm_h2o.attention.cpu_backend.H2OCPUBackend"

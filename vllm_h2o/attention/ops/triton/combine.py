@@ -60,7 +60,9 @@ def combine_kernel(
     slot = slot_of(position, heavy, budget)
     length = tl.minimum(position + 1, budget)
     table += row.to(tl.int64) * table_stride
-    places, state = places_of(table, heads, head, position, BUDGET, head_blocks)
+    places, state = (table, None, None), (table, None, None)
+    if heads is not None:
+        places, state = places_of(table, heads, head, position, BUDGET, head_blocks)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
     # Splits past the length wrote nothing.
     num_splits = tl.cdiv(length, split_slots)

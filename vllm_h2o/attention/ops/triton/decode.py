@@ -65,7 +65,9 @@ def attend_kernel(
     if start >= end:
         return
     table += row.to(tl.int64) * table_stride
-    places, state = places_of(table, heads, head, position, BUDGET, head_blocks)
+    places, state = (table, None, None), (table, None, None)
+    if heads is not None:
+        places, state = places_of(table, heads, head, position, BUDGET, head_blocks)
     slot = slot_of(position, heavy, budget)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
 

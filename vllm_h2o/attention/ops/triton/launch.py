@@ -25,6 +25,8 @@ _MAX_GROUP = 16
 _TILE_BYTES = 16 * 1024
 """Of K, and of V, per loop step."""
 _PROGRAMS_PER_SM = 4
+_MAX_SPLITS = 64
+"""One program merges them: their outputs are in its registers."""
 SCORE_TILE = 512
 """Slots whose scores one program updates."""
 CANDIDATE_TILE = 1024
@@ -306,7 +308,7 @@ def _num_splits(tuning: Tuning, items: int, budget: int, device: torch.device) -
     if tuning.num_splits is not None:
         return tuning.num_splits
     wanted = triton.cdiv(_PROGRAMS_PER_SM * num_sms(device), items)
-    return max(1, min(wanted, budget // 128))
+    return max(1, min(wanted, budget // 128, _MAX_SPLITS))
 
 
 @functools.cache

@@ -214,7 +214,8 @@ def choose(
     block_u = triton.next_power_of_2(unit)
     most = min(num_tokens, params.largest_budget)
     images = scores.new_empty(num_kv_heads, num_tokens // unit, dtype=torch.int32)
-    positions, slots = scores.new_empty(2, num_kv_heads, most, dtype=torch.int64)
+    positions = scores.new_empty(num_kv_heads, most, dtype=torch.int64)
+    slots = torch.empty_like(positions)  # aligned as it is, whatever their size
     shared = {
         "images": images, "images_stride": images.stride(0),
         "heads": params.head_tables, "num_tokens": num_tokens, "position": position,

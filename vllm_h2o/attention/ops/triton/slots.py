@@ -29,20 +29,17 @@ def sizes_of(heads, head, position, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
 
 @triton.jit
 def places_of(table, heads, head, position, BUDGET: tl.constexpr, head_blocks):
-    """`(places in K and V, places in the state)` of a KV head of a row.
+    """`(places in K and V, places in the state)` of a KV head of a row, by head.
+
+    Only where there are `heads`: Triton 3.6 can not return None in a tuple.
 
     Heads go their own ways from the position on that outgrows the BUDGET; until
     then they read the first row of the tables, of `head_blocks` entries, whose page
     i is block i.
     """
-    if heads is not None:
-        row = tl.where(position >= BUDGET, head + 1, 0) * head_blocks
-        columns = heads[1] + row
-        own = (table, columns, heads[2] + row)
-        state = (table, columns, heads[3] + row)
-        return own, state
-    else:
-        return (table, None, None), (table, None, None)
+    row = tl.where(position >= BUDGET, head + 1, 0) * head_blocks
+    columns = heads[1] + row
+    return (table, columns, heads[2] + row), (table, columns, heads[3] + row)
 
 
 @triton.jit
