@@ -180,16 +180,18 @@ class Driver:
         blocks = manager.req_to_blocks[name]
         computed = request.num_computed_tokens
         if manager.is_kept_whole(name):
-            assert request.num_prompt_tokens + request.max_tokens <= self.budget
+            most = request.num_prompt_tokens + request.max_tokens
+            assert most <= max(self.budget, end + 1)
             assert len(blocks) == -(-computed // BLOCK_SIZE)
             return
         assert manager.is_resident(name) == (computed >= end)
         if computed >= end:
             resident = blocks[manager.dense_columns :]
             assert len(resident) == -(-min(computed, self.budget) // BLOCK_SIZE)
-        # Nothing is published past the prompt.
-        for block in blocks[end // BLOCK_SIZE :]:
-            assert block.block_hash is None
+        # Nothing is published past the prompt, of windowed layers neither.
+        for group in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            for block in group.req_to_blocks[name][end // BLOCK_SIZE :]:
+                assert block.block_hash is None
 
     def _check_plan(self, output: Any) -> None:
         rows = output.h2o_plan.rows
@@ -206,8 +208,10 @@ class Driver:
                 most = request.num_prompt_tokens + request.max_tokens
                 window = row.prefill_end if self.window == "all" else int(self.window)
                 first_query = max(0, row.prefill_end - window)
-                if min(most, MAX_MODEL_LEN) <= self.budget:
-                    first_query = self.budget
+                end = row.prefill_end
+                # Within the budget, or at an end with the first token.
+                if min(most, MAX_MODEL_LEN) <= max(self.budget, end + 1):
+                    first_query = max(self.budget, end)
                 assert row.first_query == first_query
                 limit = min(row.first_query, row.prefill_end - 1)
                 assert row.num_computed_tokens <= limit

@@ -131,13 +131,16 @@ def test_dense_blocks_are_gone_one_step_after_the_transition():
 
 @pytest.mark.parametrize(
     "prompt, generated, first_query",
-    [(30, 34, 64), (30, 35, 10), (64, 1, 44), (10, 60, 0)],
+    [(30, 34, 64), (30, 35, 10), (64, 1, 64), (64, 2, 44), (99, 1, 99), (10, 60, 0)],
 )
 def test_no_query_scores_where_nothing_will_compete(prompt, generated, first_query):
+    """Nor where the first token is the last: nothing is decoded."""
     driver = Driver(64, window=20, budget=64, chunk=200)
     name = driver.add(list(range(100, 100 + prompt)), generated)
     assert driver.schedule().h2o_plan.rows[name].first_query == first_query
     driver.drain()
+    assert len(driver.outputs[name]) == generated
+    driver.assert_pool_whole()
 
 
 @pytest.mark.parametrize(
@@ -146,9 +149,9 @@ def test_no_query_scores_where_nothing_will_compete(prompt, generated, first_que
 def test_prefix_hits_leave_the_window(window, expected):
     driver = Driver(64, window, chunk=200)
     prompt = list(range(100, 261))
-    driver.add(prompt, 1)
+    driver.add(prompt, 2)
     driver.drain()
-    name = driver.add(prompt, 1)
+    name = driver.add(prompt, 2)
     row = driver.schedule().h2o_plan.rows[name]
     assert row.num_computed_tokens == expected
 

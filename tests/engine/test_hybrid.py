@@ -64,6 +64,22 @@ def test_only_full_attention_layers_are_compressed(model):
         assert hits == [(n - 32) // 32 * 32 for n in LENGTHS]
 
 
+def test_a_repeat_behind_a_shared_prefix_hits(model):
+    """Windowed layers keep where prompts part, and where a repeat resumes."""
+    shared, *tails = random_prompts(400, 101, 131)
+    prompts = [{"prompt_token_ids": shared + tail} for tail in tails]
+    with engine(model, kv_policy="h2o", h2o_budget=128, **OPTIONS) as llm:
+        cached = [
+            llm.generate([p], greedy(8, detokenize=False), use_tqdm=False)[0]
+            for p in (*prompts, *prompts)
+        ]
+        assert_pool_whole(llm)
+    again = [(400 + n - 32) // 32 * 32 for n in (101, 131)]
+    assert [output.num_cached_tokens for output in cached[2:]] == again
+    tokens = [output.outputs[0].token_ids for output in cached]
+    assert tokens[:2] == tokens[2:]
+
+
 def test_several_groups_of_compressed_layers(tmp_path):
     """Each has its own metadata; scores of a prompt in chunks are kept for all."""
     model, prompt = save_hybrid(tmp_path, windowed=1, full=3), random_prompts(300)

@@ -82,7 +82,7 @@ def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets):
 def test_ranks_that_share_a_head_give_the_result_of_one_where_nothing_is_evicted(
     tmp_path, monkeypatch
 ):
-    model = save_llama(tmp_path, num_kv_heads=1)
+    model = save_llama(tmp_path, num_key_value_heads=1)
     *one, _ = run(model, 1, budget=MAX_MODEL_LEN)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     *two, _ = run(model, 2, budget=MAX_MODEL_LEN)
@@ -94,7 +94,7 @@ def test_ranks_that_share_a_head_choose_by_their_own_queries(
     tmp_path, monkeypatch, budgets
 ):
     """And have as many slots of it, so that one plan of the scheduler fits both."""
-    model = save_llama(tmp_path, num_kv_heads=1)
+    model = save_llama(tmp_path, num_key_value_heads=1)
     if budgets == "by head":
         save_profile(model, 1)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

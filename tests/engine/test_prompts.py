@@ -2,6 +2,7 @@
 
 import pytest
 
+import vllm_h2o
 from tests.engine.helpers import (
     BLOCK_SIZE,
     add,
@@ -13,6 +14,7 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
+from tests.engine.tiny_models import random_prompts, save_llama
 from vllm_h2o.policy.config import PRESETS
 
 pytestmark = pytest.mark.engine
@@ -144,3 +146,30 @@ def test_chunks_give_the_survivors_of_one_chunk(plain, window):
     one_chunk = results.pop(2048)
     for chunk, result in results.items():
         assert result == one_chunk, f"chunks of {chunk}"
+
+
+def test_chunks_in_layout_vec16_give_stock_tokens_where_nothing_is_evicted(tmp_path):
+    """vLLM lays out the cache so on CPU for head sizes that 32 does not divide."""
+    model, prompts = save_llama(tmp_path, head_dim=80), random_prompts(64, 333, 900)
+    options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 256}
+    probe = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
+    with engine(model, **probe, **options) as llm:
+        expected = generate(llm, prompts, NUM_TOKENS)
+    assert max(len(set(tokens)) for tokens in expected) > 10
+    with engine(model, kv_policy="h2o", h2o_budget=1024, **options) as llm:
+        assert llm.collective_rpc("probe_layout") == ["vec16"]
+        assert generate(llm, prompts, NUM_TOKENS) == expected
+        assert vllm_h2o.stats(llm)["transitions"] == 0
+        # These could outgrow the budget, so that they are copied, but end before.
+        for i, prompt in enumerate(prompts):
+            add(llm, f"r{i}", prompt, 1024)
+        requests = list(scheduler(llm).requests.values())
+        while min(request.num_output_tokens for request in requests) < NUM_TOKENS:
+            llm.llm_engine.step()
+        tokens = [list(request.output_token_ids[:NUM_TOKENS]) for request in requests]
+        assert tokens == expected
+        stats = vllm_h2o.stats(llm)
+        assert (stats["transitions"], stats["tokens_evicted"]) == (3, 0)
+        llm.llm_engine.abort_request(["r0", "r1", "r2"])
+        llm.llm_engine.step()
+        assert_pool_whole(llm)

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.forcing import forced
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import engine, generate, prompts_of
+from tests.engine.tiny_models import random_prompts, save_llama
 from tests.reference.dense_h2o import DenseLlama, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
@@ -94,6 +95,25 @@ def test_budgets_by_head_equal_reference(block):
     settings = json.loads(settings_of(variant))
     options = {f"h2o_{name}": value for name, value in settings.items()}
     with engine(kv_policy="h2o", block_size=block, **options) as llm:
+        llm.collective_rpc("probe_watch")
+        assert_equal(llm, prompts, expected)
+
+
+def test_layout_vec16_equals_reference(tmp_path):
+    """vLLM's layout on CPU for head sizes that 32 does not divide; in chunks too."""
+    folder = save_llama(tmp_path, head_dim=80)
+    variant, prompts = VARIANTS[-1], random_prompts(300, 400, 700)
+    model = DenseLlama(folder)
+    expected = [
+        generate_densely(model, prompt, NUM_TOKENS, [variant], SIZES)[0]
+        for prompt in prompts
+    ]
+    assert max(len(set(result.tokens)) for result in expected) > 10
+    settings = json.loads(settings_of(variant))
+    options = {f"h2o_{name}": value for name, value in settings.items()}
+    options |= {"kv_policy": "h2o", "skip_tokenizer_init": True}
+    with engine(folder, max_num_batched_tokens=256, **options) as llm:
+        assert llm.collective_rpc("probe_layout") == ["vec16"]
         llm.collective_rpc("probe_watch")
         assert_equal(llm, prompts, expected)
 

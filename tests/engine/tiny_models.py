@@ -22,12 +22,12 @@ _COMMON = {
 }
 
 
-def save_llama(folder: Path, num_kv_heads: int = 4) -> Path:
+def save_llama(folder: Path, **options: Any) -> Path:
     """A llama with 4 KV heads, which two ranks can share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    options = _COMMON | {"num_hidden_layers": 4, "num_key_value_heads": num_kv_heads}
-    return _save(LlamaForCausalLM, LlamaConfig(**options), folder)
+    config = LlamaConfig(**(_COMMON | {"num_hidden_layers": 4} | options))
+    return _save(LlamaForCausalLM, config, folder)
 
 
 def save_hybrid(folder: Path, windowed: int = 2, full: int = 1) -> Path:

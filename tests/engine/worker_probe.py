@@ -35,6 +35,11 @@ class WorkerProbe:
     def probe_h2o_layers(self) -> list[str]:
         return list(self._layers())
 
+    def probe_layout(self) -> str:
+        """How vLLM lays out the cache of the compressed layers, on CPU."""
+        (isa,) = {builder.isa for builder in self._builders()}
+        return isa
+
     def probe_set_policy(self, settings: str) -> None:
         """Change the policy of a running engine, but not its slots' counts.
 

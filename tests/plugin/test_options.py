@@ -231,20 +231,22 @@ def test_model_without_full_attention_is_refused(model_of):
     refused(model_of("Gemma3ForCausalLM", **config), "nothing to compress")
 
 
+OFFICIAL = {
+    "scheduler_cls": "vllm_h2o.core.scheduler.H2OScheduler",
+    "worker_cls": "vllm_h2o.plugin.cpu_worker.H2OCPUWorker",
+}
+SETTINGS = {"additional_config": {"h2o": {"policy": "h2o", "budget": 512}}}
+
+
 @pytest.mark.parametrize("option", ["scheduler_cls", "worker_cls"])
 def test_half_of_the_official_spelling_is_refused(model_of, option):
-    ours = {
-        "scheduler_cls": "vllm_h2o.core.scheduler.H2OScheduler",
-        "worker_cls": "vllm_h2o.plugin.cpu_worker.H2OCPUWorker",
-    }
     options = model_of("LlamaForCausalLM", **LLAMA) | {"dtype": "float32"}
     # The class alone, without a policy.
-    args = EngineArgs(**options, **{option: ours[option]})
+    args = EngineArgs(**options, **{option: OFFICIAL[option]})
     with pytest.raises(ValueError, match=f"{option}=.*--kv-policy h2o"):
         args.create_engine_config()
     # The policy, without the other class.
-    settings = {"additional_config": {"h2o": {"policy": "h2o", "budget": 512}}}
-    args = EngineArgs(**options, **settings, **{option: ours[option]})
+    args = EngineArgs(**options, **SETTINGS, **{option: OFFICIAL[option]})
     with pytest.raises(ValueError, match="evicts nothing: use --kv-policy"):
         args.create_engine_config()
 
@@ -367,6 +369,15 @@ def test_another_vllm_is_refused_where_a_policy_is_asked_for(monkeypatch):
     EngineArgs(MODEL, kv_policy="full")
 
 
+def test_another_vllm_is_refused_in_the_official_spelling(model_of, monkeypatch):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"dtype": "float32"}
+    args = EngineArgs(**options, **OFFICIAL, **SETTINGS)
+    args.create_engine_config()
+    monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
+    with pytest.raises(ValueError, match=r"0\.33\.1.*vllm==0\.32\.0"):
+        args.create_engine_config()
+
+
 def test_a_vllm_without_what_is_wrapped_is_left_alone():
     class Unknown:
         __dataclass_fields__ = {}
@@ -404,6 +415,7 @@ def test_hybrid_model_without_its_manager_is_refused(model_of):
         ({"h2o_budget": 32, "block_size": 32}, ["h2o_budget", "32", "33", "blocks"]),
         ({"h2o_budget": "1%", "block_size": 32}, ["h2o_budget", "'1%'", "11 tokens"]),
         ({"h2o_budget": 64, "h2o_sinks": 33, "block_size": 32}, ["h2o_sinks", "33"]),
+        ({"max_model_len": 128, "block_size": 128}, ["use a smaller --block-size"]),
     ],
 )
 def test_budget_that_leaves_no_room_is_refused(model_of, options, parts):

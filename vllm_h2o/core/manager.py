@@ -40,8 +40,9 @@ class H2OManager(FullAttentionManager):
     Once the transition step has been processed, the dense blocks are released
     and their columns become null blocks too.
 
-    A request that can not outgrow the budget is kept whole: its row is stock vLLM's,
-    dense to its end, its blocks are shared and published as stock's are.
+    A request that can not outgrow the budget, or that ends with its first token, is
+    kept whole: its row is stock vLLM's, dense to its end, its blocks are shared and
+    published as stock's are.
     """
 
     # A hit that ends inside a block would make its tail private by a copy.
@@ -78,11 +79,12 @@ class H2OManager(FullAttentionManager):
             prefill_end: Tokens known now: the prompt, and after a preemption
                 what was generated before it.
             most_tokens: Tokens that the request can have at its end. Within the
-                budget nothing will compete, so no query has to score.
+                budget nothing will compete, and what ends with its first token will
+                not be decoded: no query has to score.
         """
         assert not self.req_to_blocks.get(request_id)
-        first_query = self.budget
-        if most_tokens > self.budget:
+        first_query = max(self.budget, prefill_end)
+        if most_tokens > max(self.budget, prefill_end + 1):
             first_query = first_observer(self.policy, prefill_end)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
@@ -101,11 +103,11 @@ class H2OManager(FullAttentionManager):
         return [*map(self._first_query.__getitem__, request_ids)]
 
     def is_kept_whole(self, request_id: str) -> bool:
-        """Whether the request can not outgrow the budget."""
+        """Whether the request can not outgrow the budget, or is never decoded."""
         return self._first_query[request_id] >= self._prefill_end[request_id]
 
     def replay_boundary(self, request_id: str) -> int:
-        """Tokens from which a repeat of the prompt can resume; 0: as stock's can."""
+        """Tokens from which a repeat of the prompt can resume; 0: where stock's can."""
         if self.is_kept_whole(request_id):
             return 0
         return self._first_query[request_id] // self.block_size * self.block_size
@@ -113,7 +115,6 @@ class H2OManager(FullAttentionManager):
     def _required(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """Dense and resident blocks that `num_tokens` tokens need."""
         if self.is_kept_whole(request_id):
-            assert num_tokens <= self.budget
             return cdiv(num_tokens, self.block_size), 0
         end = self._prefill_end[request_id]
         dense = cdiv(min(num_tokens, end), self.block_size)
@@ -221,11 +222,16 @@ class H2OManager(FullAttentionManager):
 
     # ---------------------------------------------------------- prefix caching
 
+    def tokens_to_publish(self, request_id: str, num_tokens: int) -> int:
+        """Of `num_tokens` those that have seen all tokens before them."""
+        if self.is_kept_whole(request_id):
+            return num_tokens
+        return min(num_tokens, self._prefill_end[request_id])
+
     def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
         """Publish prompt blocks only, where what comes later saw a compressed past."""
         request_id = request.request_id
-        if not self.is_kept_whole(request_id):
-            num_tokens = min(num_tokens, self._prefill_end[request_id])
+        num_tokens = self.tokens_to_publish(request_id, num_tokens)
         cached = self.num_cached_block.get(request_id, 0)
         if cached < num_tokens // self.block_size:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
@@ -272,7 +278,7 @@ class H2OManager(FullAttentionManager):
         assert (request_id in self._releasing) == holds_dense
         if not self.is_resident(request_id):
             if self.is_kept_whole(request_id):
-                dense = self.budget // self.block_size
+                dense = cdiv(max(self.budget, end), self.block_size)
             assert len(blocks) <= dense
             assert null not in blocks
             return
@@ -286,20 +292,35 @@ class H2OManager(FullAttentionManager):
             assert block.block_hash is None, f"resident block {block} is published"
 
 
-def check_integrity(
-    managers: Iterable[SingleTypeKVCacheManager],
-    in_flight: Iterable[KVCacheBlock] = (),
-) -> None:
+def publish_alike(manager: SingleTypeKVCacheManager, h2o: H2OManager) -> None:
+    """Let the blocks of windowed layers be published as H2O's are.
+
+    What windowed layers compute from a compressed past on differs as well. And they
+    keep only what a repeat of the prompt can resume at, which is earlier with H2O.
+    """
+    stock = manager.cache_blocks
+
+    def cache_blocks(
+        request: Request, num_tokens: int, *args: Any, replay_boundaries: Sequence[int],
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        name = request.request_id
+        num_tokens = h2o.tokens_to_publish(name, num_tokens)
+        boundaries = [*replay_boundaries, h2o.replay_boundary(name)]
+        stock(request, num_tokens, *args, replay_boundaries=boundaries, **kwargs)
+
+    manager.cache_blocks = cache_blocks  # type: ignore[method-assign]
+
+
+def check_integrity(managers: Iterable[SingleTypeKVCacheManager]) -> None:
     """Assert that every block of a pool is free, null, or owned as counted.
 
     Args:
         managers: All managers of one block pool.
-        in_flight: Blocks that the scheduler holds back besides, one each per
-            reference.
     """
     managers = tuple(managers)
     pool, null = managers[0].block_pool, managers[0].block_pool.null_block
-    owners = Counter(block.block_id for block in in_flight if block is not null)
+    owners: Counter[int] = Counter()
     for manager in managers:
         for request_id, blocks in manager.req_to_blocks.items():
             owners.update(b.block_id for b in blocks if b is not null)

@@ -15,8 +15,8 @@ class RowPlan(NamedTuple):
         num_computed_tokens: Tokens computed before this step.
         num_scheduled_tokens: Tokens of this step.
         prefill_end: Tokens that are computed densely.
-        first_query: Position of the first query that scores; the budget if none
-            has to, because the request ends within it.
+        first_query: Position of the first query that scores; the budget or the end
+            of the prompt if none has to, because the request ends within that.
     """
 
     num_computed_tokens: int
@@ -26,7 +26,7 @@ class RowPlan(NamedTuple):
 
     @property
     def is_kept_whole(self) -> bool:
-        """Can not outgrow its budget: decodes over the blocks of its prompt."""
+        """Can not outgrow its budget, or never decodes: its blocks stay as they are."""
         return self.first_query >= self.prefill_end
 
     @property

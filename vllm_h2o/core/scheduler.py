@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_h2o.core.manager import H2OManager
+from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
@@ -25,16 +25,16 @@ class H2OScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.h2o_managers = [
-            manager
-            for manager in self.kv_cache_manager.coordinator.single_type_managers
-            if isinstance(manager, H2OManager)
-        ]
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        self.h2o_managers = [x for x in managers if isinstance(x, H2OManager)]
         if not self.h2o_managers:
             raise ValueError(
                 "H2O is on but no layer of this model has full attention that it "
                 "could compress: drop --kv-policy (kv_policy, enable_h2o)"
             )
+        for manager in managers:
+            if not isinstance(manager, H2OManager):
+                publish_alike(manager, self.h2o_managers[0])
         self._layout = self._spec.layout
         self.h2o_stats = H2OStats()
         self._logged_counters = ""
@@ -53,12 +53,7 @@ class H2OScheduler(AsyncScheduler):
         most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         for manager in self.h2o_managers:
             manager.begin_prefill(request.request_id, request.num_tokens, most)
-        hit = super()._get_local_prefix_cache_hit(request)
-        blocks, num_local, boundary, diverged = hit
-        # Sliding-window layers keep only what a repeat can resume at, and that is
-        # earlier here: all groups have to hit.
-        boundary = boundary or self.h2o_managers[0].replay_boundary(request.request_id)
-        return blocks, num_local, boundary, diverged
+        return super()._get_local_prefix_cache_hit(request)
 
     def _update_request_as_session(self, session, update) -> None:
         # Streaming input: the next turn is read densely again, like a request
@@ -119,8 +114,14 @@ class H2OScheduler(AsyncScheduler):
         spec, config, layout = self._spec, self._spec.h2o, self._spec.layout
         usable = self.kv_cache_config.num_blocks - 1
         full = cdiv(self.max_model_len, spec.block_size)
-        groups = len(self.h2o_managers)
-        resident = usable // (layout.budget_blocks * groups)
+        groups = self.kv_cache_config.kv_cache_groups
+        windowed = sum(
+            cdiv(window, spec.block_size) + 1
+            for group in groups
+            if (window := getattr(group.kv_cache_spec, "sliding_window", None))
+        )
+        count = len(self.h2o_managers)
+        resident = usable // (layout.budget_blocks * count + windowed)
         return (
             f"H2O is on: policy {config.policy}, budget {layout.budget} tokens "
             f"({layout.budget_blocks} blocks of {spec.block_size}): "
@@ -131,5 +132,5 @@ class H2OScheduler(AsyncScheduler):
             f"pooling {config.pooling}. After its prompt a request holds at most "
             f"{layout.budget} KV tokens (stock: {self.max_model_len}); the pool of "
             f"{usable} blocks fits {resident} such requests, or "
-            f"{usable // (full * groups)} full-length ones."
+            f"{usable // (full * count + windowed)} full-length ones."
         )

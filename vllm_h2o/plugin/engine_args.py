@@ -164,7 +164,7 @@ def translate(engine_args: Any) -> dict[str, Any]:
     _check_given(engine_args, config)
     if config is None:
         return {}
-    _check_version()
+    check_version()
     # Merged, so that a user's own additional_config is kept.
     additional = engine_args.additional_config or {}
     settings = settings_of(config, options)
@@ -175,13 +175,13 @@ def translate(engine_args: Any) -> dict[str, Any]:
     }
 
 
-def _check_version() -> None:
+def check_version() -> None:
     """Raise where classes of ours would meet others than those that they extend."""
     import vllm
 
     if not vllm.__version__.startswith(f"{_VLLM}."):
         raise ValueError(
-            f"kv_policy (--kv-policy) is given, but this vllm-h2o is for vLLM {_VLLM} "
+            f"a KV policy (--kv-policy) is given, but vllm-h2o is for vLLM {_VLLM} "
             f"and this vLLM is {vllm.__version__}: install vllm=={_VLLM}.0, or drop "
             "--kv-policy (kv_policy, enable_h2o)"
         )

@@ -11,7 +11,12 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import is_quantized_kv_cache, kv_cache_dtype_str_to_dtype
 
 from vllm_h2o.core.settings import CONFIG_KEY, h2o_config
-from vllm_h2o.plugin.engine_args import SCHEDULER_CLS, WORKER_CLS, needed_worker_cls
+from vllm_h2o.plugin.engine_args import (
+    SCHEDULER_CLS,
+    WORKER_CLS,
+    check_version,
+    needed_worker_cls,
+)
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.profile import HeadProfile
 
@@ -33,6 +38,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     if config is None:
         _check_no_class_of_ours(vllm_config)
         return
+    check_version()
     _check_classes(vllm_config)
     _check_model(vllm_config)
     _check_parallel(vllm_config)

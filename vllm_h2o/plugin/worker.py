@@ -124,11 +124,11 @@ class H2OWorker(_Stock):
             return ()
         names = sorted(builder.layer_names, key=extract_layer_index)
         layers = [self._h2o_layers[name] for name in names]
-        evicting = [x for x in self._h2o_layers.values() if hasattr(_impl(x), "h2o")]
-        if len(layers) < len(evicting):
+        evicting = sum(len(other.layer_names) for other in self._h2o_builders())
+        if len(layers) < evicting:
             raise ValueError(
                 f"h2o_head_budgets (--h2o-head-budgets): {path} has budgets for "
-                f"{len(evicting)} layers together, which vLLM has put into several KV "
+                f"{evicting} layers together, which vLLM has put into several KV "
                 "cache groups, because the model has fewer windowed layers: use "
                 "'uniform'"
             )

@@ -47,6 +47,12 @@ class SlotLayout:
         # Slots past the longest sequence would never be used.
         asked = min(config.budget_tokens(max_model_len), max_model_len)
         blocks = -(-asked // block_size)
+        if max_model_len <= block_size:
+            raise ValueError(
+                f"--block-size is {block_size}, which holds the longest request "
+                f"(--max-model-len {max_model_len}): H2O needs two blocks, a heavy "
+                "and a recent one; use a smaller --block-size"
+            )
         if blocks < 2:
             raise ValueError(
                 f"h2o_budget (--h2o-budget) is {config.budget!r}, {asked} tokens: "

@@ -82,7 +82,9 @@ def scatter_kernel(
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
     places, state = (target_blocks, None, None), (target_blocks, None, None)
     if heads is not None:
-        places, state = places_of(target_blocks, heads, head, position, BUDGET, head_blocks)
+        places, state = places_of(
+            target_blocks, heads, head, position, BUDGET, head_blocks
+        )
     target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
     along = d[None, :] * keys_strides[3]
     tl.store(keys + target[:, None] + along, tl.load(staged, mask=mask), mask=mask)
