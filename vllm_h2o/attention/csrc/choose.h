@@ -19,7 +19,8 @@ static void h2o_comparable(const h2o_transition_args *c, const float *restrict s
     const int32_t first = (int32_t)c->target.first_queries[0];
     for (int32_t t = 0; t < (int32_t)count; ++t) {
         const int32_t queries = seen - (t > first ? t : first);
-        const float divisor = c->target.score_mean ? (float)(queries > 1 ? queries : 1) : 1.0f;
+        const float divisor =
+            c->target.score_mean ? (float)(queries > 1 ? queries : 1) : 1.0f;
         const float value = scores[t] / divisor;
         values[t] = value != value ? INFINITY : value;
     }
