@@ -142,6 +142,8 @@ def test_memory_that_the_user_names_is_not_cut(config, on_cuda, monkeypatch):
     monkeypatch.setattr(gpu_worker, "scratch_bytes", lambda config: 1 << 20)
     worker = H2OGPUWorker.__new__(H2OGPUWorker)
     worker.vllm_config, worker.cache_config = config, config.cache_config
+    # A CPU takes it from VLLM_CPU_KVCACHE_SPACE, which other tests set.
+    config.cache_config.kv_cache_memory_bytes = None
     assert worker.determine_available_memory() == (1 << 30) - (1 << 20)
     config.cache_config.kv_cache_memory_bytes = 1 << 30
     assert worker.determine_available_memory() == 1 << 30
