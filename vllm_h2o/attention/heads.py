@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,13 +65,8 @@ def largest_budget(vllm_config: VllmConfig) -> int:
     path = profile_path(config, vllm_config.model_config.model)
     if path is None:
         return layout.budget
-    blocks = allocate(
-        HeadProfile.load(path),
-        block_size,
-        layout.budget_blocks,
-        cdiv(max_model_len, block_size),
-        SlotLayout.fewest_blocks(config, block_size),
-    )
+    longest = cdiv(max_model_len, block_size)
+    blocks = _blocks(HeadProfile.load(path), config, layout, longest)
     return max(layout.budget, block_size * max(map(max, blocks)))
 
 
@@ -95,8 +92,7 @@ def split(
         One entry per evicting layer, in the order of the model.
     """
     size = layout.block_size
-    fewest = SlotLayout.fewest_blocks(config, size)
-    blocks = allocate(profile, size, layout.budget_blocks, max_blocks, fewest)
+    blocks = _blocks(profile, config, layout, max_blocks)
     blocks = [layer[kv_heads] for layer in blocks]
     pages = lend(blocks, layout.budget_blocks)
     return [
@@ -108,3 +104,20 @@ def split(
         )
         for i in range(len(blocks))
     ]
+
+
+def _blocks(
+    profile: HeadProfile, config: H2OConfig, layout: SlotLayout, max_blocks: int
+) -> list[list[int]]:
+    """`[num_layers][num_kv_heads]` blocks; see `split` for the arguments."""
+    curves = json.dumps([profile.grid_tokens, profile.errors])
+    fewest = SlotLayout.fewest_blocks(config, layout.block_size)
+    return _allocated(
+        curves, layout.block_size, layout.budget_blocks, max_blocks, fewest
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _allocated(curves: str, *sizes: int) -> list[list[int]]:
+    """Once for all that ask at startup: long contexts and many layers take seconds."""
+    return allocate(HeadProfile(*json.loads(curves)), *sizes)

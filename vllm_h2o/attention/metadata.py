@@ -279,10 +279,7 @@ class H2OMetadataBuilder(_Stock):
         """
         if common.max_query_len > 1:
             return super().build(common_prefix_len, common, fast_build)
-        no_rows = torch.empty(0, dtype=torch.int64)
-        resident = self._resident(common, no_rows)
-        resident.positions.fill_(-1)
-        return H2OMetadata(self.layout, resident=resident)
+        return H2OMetadata(self.layout, resident=self._padding(common.num_reqs))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -324,6 +321,7 @@ class H2OMetadataBuilder(_Stock):
             num_rows *= 2
 
     def _padding(self, num_rows: int) -> ResidentRows:
+        """In the tensors that the steps write, which a captured graph reads."""
         positions = self._positions[:num_rows].fill_(-1)
         table, first_queries = self._block_table, self._first_queries
         return ResidentRows(table[:num_rows], positions, first_queries[:num_rows])

@@ -96,7 +96,8 @@ class H2OWorker(_Stock):
             if (impl := _impl(layer)) is not None:
                 impl.unbind()
         super().initialize_from_config(kv_cache_config)
-        for builder in self._h2o_builders():
+        for managed, builder in self._h2o_builders():
+            check_kernel_block_size(managed, builder.spec)
             builder.bind(self._step, self._split_budget(builder))
 
     @property
@@ -104,13 +105,12 @@ class H2OWorker(_Stock):
         """vLLM's attention modules by name."""
         return self.vllm_config.compilation_config.static_forward_context
 
-    def _h2o_builders(self) -> Iterator[H2OMetadataBuilder]:
-        """Those of the KV cache groups that H2O compresses."""
+    def _h2o_builders(self) -> Iterator[tuple[KVCacheSpec, H2OMetadataBuilder]]:
+        """Those of the KV cache groups that H2O compresses, and the groups' specs."""
         for group in attention_groups(self.model_runner, self._is_v2):
             for builder in group.metadata_builders:
                 if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
-                    check_kernel_block_size(group.kv_cache_spec, builder.spec)
-                    yield builder
+                    yield group.kv_cache_spec, builder
 
     def _split_budget(self, builder: H2OMetadataBuilder) -> Sequence[Any]:
         """Give the heads of a KV cache group their budgets, if there is a profile.
@@ -124,7 +124,7 @@ class H2OWorker(_Stock):
             return ()
         names = sorted(builder.layer_names, key=extract_layer_index)
         layers = [self._h2o_layers[name] for name in names]
-        evicting = sum(len(other.layer_names) for other in self._h2o_builders())
+        evicting = sum(len(other.layer_names) for _, other in self._h2o_builders())
         if len(layers) < evicting:
             raise ValueError(
                 f"h2o_head_budgets (--h2o-head-budgets): {path} has budgets for "
@@ -171,7 +171,7 @@ class H2OWorker(_Stock):
 
         One layer of a group does: they differ in no constant.
         """
-        for builder in self._h2o_builders():
+        for _, builder in self._h2o_builders():
             layer = self._h2o_layers[builder.layer_names[0]]
             layer.impl.warm_up(layer.kv_cache, builder.layout, builder.padding())
 
