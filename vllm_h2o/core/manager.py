@@ -114,9 +114,10 @@ class H2OManager(FullAttentionManager):
 
     def _required(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """Dense and resident blocks that `num_tokens` tokens need."""
-        if self.is_kept_whole(request_id):
-            return cdiv(num_tokens, self.block_size), 0
         end = self._prefill_end[request_id]
+        if self.is_kept_whole(request_id):
+            assert num_tokens <= max(self.budget, end)
+            return cdiv(num_tokens, self.block_size), 0
         dense = cdiv(min(num_tokens, end), self.block_size)
         resident = 0
         if num_tokens >= end:
