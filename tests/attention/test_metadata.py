@@ -1,5 +1,7 @@
 """A batch split by row, from the step's plan alone."""
 
+import pickle
+
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -8,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
 from vllm_h2o.attention import metadata as metadata_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
-from vllm_h2o.attention.metadata import BatchRows, StepRows, _select_rows
+from vllm_h2o.attention.metadata import StepRows, _select_rows
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -168,9 +170,18 @@ def test_a_prompt_that_only_scores_leaves_nothing_to_stock():
     assert observed.attends
 
 
+@pytest.mark.parametrize("rows", [ROWS, {}])
+def test_a_plan_arrives_as_it_was_sent(rows):
+    plan = plan_of(rows)
+    plan.stats["transitions"] = 1
+    received = pickle.loads(pickle.dumps(plan))
+    assert received.rows == rows and received.stats == plan.stats
+
+
 def test_rows_of_a_plan_in_any_order():
     plan = plan_of(ROWS)
     assert plan.rows == ROWS
-    rows = BatchRows.of(plan, ["fills", "chunk"])
+    rows = plan.ordered(["fills", "chunk"])
+    assert list(rows.rows) == ["fills", "chunk"]
     assert [rows.row(0), rows.row(1)] == [ROWS["fills"], ROWS["chunk"]]
     assert rows.decodes.tolist() == [True, False]

@@ -7,6 +7,7 @@ import itertools
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -53,7 +54,8 @@ def config_of(window: int | str, budget: int, chunk: int) -> Any:
 
 def plan_of(rows: dict[str, RowPlan]) -> ResidencyPlan:
     """The plan of a step with these rows."""
-    return ResidencyPlan(list(rows), *map(list, zip(*rows.values(), strict=True)))
+    counts = np.array(list(rows.values()), dtype=np.int64).reshape(-1, 4)
+    return ResidencyPlan(list(rows), counts.T)
 
 
 def spec_of(vllm_config: Any) -> H2OAttentionSpec:

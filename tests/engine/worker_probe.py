@@ -60,12 +60,10 @@ class WorkerProbe:
 
     def _begin_step(self, plan: ResidencyPlan, gone: Sequence[str]) -> None:
         """The scheduler has its own policy: who scores here follows the worker's."""
-        plan.first_queries = [
-            first_query if first_query >= end else first_observer(self._scoring, end)
-            for first_query, end in zip(
-                plan.first_queries, plan.prefill_ends, strict=True
-            )
-        ]
+        for i, row in enumerate(plan.rows.values()):
+            if not row.is_kept_whole:
+                first_query = first_observer(self._scoring, row.prefill_end)
+                plan.first_queries[i] = first_query
         self._begin(plan, gone)
 
     def probe_watch(self) -> None:

@@ -11,7 +11,6 @@ prompt's step of one token is not taken for a decode.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +29,12 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
 from vllm_h2o.attention.heads import largest_budget
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
-from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, check_supported
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.core.spec import H2OAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 
@@ -61,27 +58,16 @@ class _CUDABuilder(H2OMetadataBuilder):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if not self.compresses:
-            return
+    def _decode_scratch(self, vllm_config: VllmConfig) -> DecodeScratch:
         # Before vLLM measures what graphs take: the worker counts it itself.
-        self._scratch = DecodeScratch.allocate(
+        return DecodeScratch.allocate(
             len(self._positions),
             self.num_heads_q,
             self.spec.num_kv_heads,
             self.spec.head_size,
             largest_budget(vllm_config),
-            device,
+            self.device,
         )
-
-    def _resident(
-        self, common: CommonAttentionMetadata, first_queries: torch.Tensor
-    ) -> ResidentRows:
-        return replace(super()._resident(common, first_queries), scratch=self._scratch)
-
-    def _padding(self, num_rows: int) -> ResidentRows:
-        return replace(super()._padding(num_rows), scratch=self._scratch)
 
 
 class _CUDABackend(H2OBackend):

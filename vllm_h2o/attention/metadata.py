@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, transition
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 PartialScores = dict[str, torch.Tensor]
 """Scores of a prompt whose observation window spans steps, by layer name."""
@@ -70,57 +73,6 @@ class H2OMetadata:
     resident_tokens: torch.Tensor | None = None
 
 
-@dataclass
-class BatchRows:
-    """The plan in the row order of the batch.
-
-    Attributes:
-        request_ids: By row.
-        num_computed_tokens: `[num_rows]` int64, and so are the next three; see
-            `RowPlan`.
-        num_scheduled_tokens: By row.
-        prefill_ends: By row.
-        first_queries: By row.
-    """
-
-    request_ids: list[str]
-    num_computed_tokens: torch.Tensor
-    num_scheduled_tokens: torch.Tensor
-    prefill_ends: torch.Tensor
-    first_queries: torch.Tensor
-
-    @classmethod
-    def of(cls, plan: ResidencyPlan, request_ids: list[str]) -> BatchRows:
-        """Order a plan by row."""
-        # By numpy: torch.tensor takes ten times as long for a list.
-        counts = np.array(
-            [
-                plan.num_computed_tokens,
-                plan.num_scheduled_tokens,
-                plan.prefill_ends,
-                plan.first_queries,
-            ]
-        )
-        if request_ids != plan.request_ids:
-            place = {name: i for i, name in enumerate(plan.request_ids)}
-            counts = counts[:, [place[name] for name in request_ids]]
-        return cls(request_ids, *torch.from_numpy(counts))
-
-    @property
-    def decodes(self) -> torch.Tensor:
-        """`[num_rows]` bool."""
-        return self.num_computed_tokens >= self.prefill_ends
-
-    def row(self, i: int) -> RowPlan:
-        """The counts of one row."""
-        return RowPlan(
-            int(self.num_computed_tokens[i]),
-            int(self.num_scheduled_tokens[i]),
-            int(self.prefill_ends[i]),
-            int(self.first_queries[i]),
-        )
-
-
 class StepRows:
     """The step that the worker executes: hands the plan to the builders."""
 
@@ -145,16 +97,18 @@ class StepRows:
             self.later.pop(request_id, None)
         self.settle()
 
-    @torch.inference_mode()
     def settle(self) -> None:
         """Do what the last step has left to do.
 
         Nothing has been written since: the scheduler may have given away the blocks
         that this reads, but only to requests of the step that begins.
         """
-        for request_id in list(self.later):
-            for work in self.later.pop(request_id):
-                work()
+        if not self.later:
+            return  # most steps; inference mode takes longer than all else here
+        with torch.inference_mode():
+            for request_id in list(self.later):
+                for work in self.later.pop(request_id):
+                    work()
 
     def end(self) -> None:
         """Forget the plan: what runs now is a dummy run."""
@@ -163,13 +117,13 @@ class StepRows:
     @property
     def all_decode(self) -> bool:
         """Whether every row decodes, or is a dummy."""
-        return not self._plan or self._plan.all_decode
+        return not self._plan or bool(self._plan.decodes.all())
 
-    def rows(self, num_reqs: int) -> BatchRows | None:
-        """The rows of the batch in order, or None in a dummy run."""
+    def rows(self, num_reqs: int) -> ResidencyPlan | None:
+        """The plan in the order of the batch's rows, or None in a dummy run."""
         if self._plan is None:
             return None
-        return BatchRows.of(self._plan, list(self.request_ids()[:num_reqs]))
+        return self._plan.ordered(list(self.request_ids()[:num_reqs]))
 
     def partial_scores(self, request_id: str) -> PartialScores:
         """Scores of earlier steps of a prompt; each layer takes its own out."""
@@ -213,6 +167,12 @@ class H2OMetadataBuilder(_Stock):
         self._block_table = torch.zeros(
             max_rows, self.layout.budget_blocks, dtype=torch.int32, device=device
         )
+        self._scratch = self._decode_scratch(vllm_config)
+        self._views: dict[int, ResidentRows] = {}
+
+    def _decode_scratch(self, vllm_config: VllmConfig) -> Any:
+        """What the platform's decode kernels need beside their rows."""
+        return None
 
     def bind(self, step: StepRows, parting: Sequence[Any] = ()) -> None:
         """Connect the builder to the worker's steps.
@@ -241,7 +201,7 @@ class H2OMetadataBuilder(_Stock):
         metadata = H2OMetadata(self.layout)
         decodes = rows.decodes
         if not decodes.all():
-            prompts = (~decodes).nonzero().flatten().tolist()
+            prompts = np.flatnonzero(~decodes).tolist()
             metadata.observed = self._observed(common, rows, prompts)
             stock = [i for i in prompts if not self._attends(common, rows.row(i))]
             if stock:
@@ -250,22 +210,24 @@ class H2OMetadataBuilder(_Stock):
                 metadata.stock = super().build(common_prefix_len, dense, fast_build)
         if decodes.any():
             self._part_ways(common, rows)
-            self._add_resident(metadata, common, rows)
+            self._add_resident(metadata, common, rows, np.flatnonzero(decodes).tolist())
         return metadata
 
     def _add_resident(
-        self, metadata: H2OMetadata, common: CommonAttentionMetadata, rows: BatchRows
+        self,
+        metadata: H2OMetadata,
+        common: CommonAttentionMetadata,
+        rows: ResidencyPlan,
+        decodes: list[int],
     ) -> None:
         # Our kernel writes the tokens of these rows; the stock update skips slot -1.
-        index = rows.decodes.nonzero().flatten()
-        assert (rows.num_scheduled_tokens[index] == 1).all()
-        if len(index) == len(rows.request_ids):
-            metadata.resident = self._resident(common, rows.first_queries)
+        if len(decodes) == len(rows.request_ids):
+            metadata.resident = self._resident(common, rows)
             common.slot_mapping[: common.num_actual_tokens].fill_(-1)
             return
-        part, tokens = _select_rows(common, index)
+        part, tokens = _select_rows(common, torch.tensor(decodes))
         assert tokens is not None
-        metadata.resident = self._resident(part, rows.first_queries[index])
+        metadata.resident = self._resident(part, rows.select(decodes))
         metadata.resident_tokens = tokens
         common.slot_mapping.index_fill_(0, tokens, -1)
 
@@ -291,27 +253,28 @@ class H2OMetadataBuilder(_Stock):
         return self._build_dummy(0, common_attn_metadata, False)
 
     def _resident(
-        self, common: CommonAttentionMetadata, first_queries: torch.Tensor
+        self, common: CommonAttentionMetadata, plan: ResidencyPlan
     ) -> ResidentRows:
-        """The rows of a batch of decodes; rows after the `first_queries` are padding.
+        """The rows of a batch of decodes; rows after those of the plan are padding.
 
         vLLM pads `seq_lens` with 0, which makes the position of padding -1.
-        Requests that are kept whole, where no query has scored yet, have their
-        blocks in the dense columns.
         """
-        num_rows, budget_blocks = common.num_reqs, self.layout.budget_blocks
-        positions = self._positions[:num_rows]
-        torch.sub(common.seq_lens[:num_rows], 1, out=positions)
+        assert (plan.num_scheduled_tokens == 1).all()
+        num_rows = common.num_reqs
+        rows = self._rows(num_rows)
+        torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
+        first_queries = plan.first_queries
         async_tensor_h2d(first_queries, out=self._first_queries[: len(first_queries)])
-        first_queries = self._first_queries[:num_rows]
         table, first = common.block_table_tensor[:num_rows], self.spec.dense_columns
-        blocks = torch.where(
-            (positions < first_queries)[:, None],
-            table[:, :budget_blocks],
-            table[:, first : first + budget_blocks],
-            out=self._block_table[:num_rows],
-        )
-        return ResidentRows(blocks, positions, first_queries)
+        resident = table[:, first : first + self.layout.budget_blocks]
+        if (plan.num_computed_tokens < first_queries).any():
+            # Kept whole, and no query has scored yet: its blocks are dense ones.
+            whole = (rows.positions < rows.first_queries)[:, None]
+            dense = table[:, : self.layout.budget_blocks]
+            torch.where(whole, dense, resident, out=rows.block_table)
+        else:
+            rows.block_table.copy_(resident)
+        return rows
 
     def padding(self) -> Iterator[ResidentRows]:
         """Batches of 1, 2, 4 .. rows that touch no page."""
@@ -321,12 +284,22 @@ class H2OMetadataBuilder(_Stock):
             num_rows *= 2
 
     def _padding(self, num_rows: int) -> ResidentRows:
-        """In the tensors that the steps write, which a captured graph reads."""
-        positions = self._positions[:num_rows].fill_(-1)
-        table, first_queries = self._block_table, self._first_queries
-        return ResidentRows(table[:num_rows], positions, first_queries[:num_rows])
+        rows = self._rows(num_rows)
+        rows.positions.fill_(-1)
+        return rows
 
-    def _part_ways(self, common: CommonAttentionMetadata, rows: BatchRows) -> None:
+    def _rows(self, num_rows: int) -> ResidentRows:
+        """The tensors that the steps write, which a captured graph reads."""
+        if num_rows not in self._views:
+            self._views[num_rows] = ResidentRows(
+                self._block_table[:num_rows],
+                self._positions[:num_rows],
+                self._first_queries[:num_rows],
+                self._scratch,
+            )
+        return self._views[num_rows]
+
+    def _part_ways(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
         """Give heads their own slots in rows that have just filled the budget.
 
         Here and not in the forward pass: counts alone say which rows these are,
@@ -337,7 +310,7 @@ class H2OMetadataBuilder(_Stock):
             return
         first = self.spec.dense_columns
         filled = rows.decodes & (rows.num_computed_tokens == self.layout.budget)
-        for i in filled.nonzero().flatten().tolist():
+        for i in np.flatnonzero(filled).tolist():
             blocks = common.block_table_tensor[i, first:][: self.layout.budget_blocks]
             layers = [
                 layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
@@ -353,7 +326,7 @@ class H2OMetadataBuilder(_Stock):
         return self.attends_observed and row.mostly_scores and common.causal is True
 
     def _observed(
-        self, common: CommonAttentionMetadata, rows: BatchRows, prompts: list[int]
+        self, common: CommonAttentionMetadata, rows: ResidencyPlan, prompts: list[int]
     ) -> list[ObservedPrompt]:
         assert self.step is not None
         observed = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -72,17 +73,18 @@ class H2OScheduler(AsyncScheduler):
         return output
 
     def _plan(self, output: SchedulerOutput) -> ResidencyPlan:
-        request_ids = list(output.num_scheduled_tokens)
-        scheduled = list(output.num_scheduled_tokens.values())
-        requests = self.requests
-        # schedule() has already advanced num_computed_tokens past this step.
-        computed = [
-            requests[request_id].num_computed_tokens - count
-            for request_id, count in output.num_scheduled_tokens.items()
+        scheduled, requests = output.num_scheduled_tokens, self.requests
+        request_ids, manager = list(scheduled), self.h2o_managers[0]
+        counts = [
+            [requests[request_id].num_computed_tokens for request_id in request_ids],
+            list(scheduled.values()),
+            manager.prefill_ends(request_ids),
+            manager.first_queries(request_ids),
         ]
-        ends = self.h2o_managers[0].prefill_ends(request_ids)
-        first_queries = self.h2o_managers[0].first_queries(request_ids)
-        return ResidencyPlan(request_ids, computed, scheduled, ends, first_queries)
+        plan = ResidencyPlan(request_ids, np.array(counts, dtype=np.int64))
+        # schedule() has already advanced num_computed_tokens past this step.
+        plan.counts[0] -= plan.num_scheduled_tokens
+        return plan
 
     def finish_requests(self, request_ids, finished_status):
         """Finish requests; None means all, which is how a server shuts down.

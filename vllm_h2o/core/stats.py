@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.policy.layout import SlotLayout
@@ -59,29 +60,23 @@ class H2OStats:
         self.preemptions += len(output.preempted_req_ids or ())
 
     def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:
-        held = layout.resident_tokens
-        for computed, scheduled, end, first_query in zip(
-            plan.num_computed_tokens,
-            plan.num_scheduled_tokens,
-            plan.prefill_ends,
-            plan.first_queries,
-            strict=True,
-        ):
-            if first_query >= end:
-                continue  # kept whole
-            if computed >= end:
-                if computed >= layout.budget:
-                    self.tokens_evicted += scheduled
-                    if layout.whole_blocks:
-                        grown = held(computed + scheduled) - held(computed)
-                        self.tokens_evicted -= grown
-            elif computed + scheduled >= end:
-                self.transitions += 1
-                self.tokens_evicted += end - held(end)
+        held, ends = layout.resident_tokens, plan.prefill_ends
+        computed, scheduled = plan.num_computed_tokens, plan.num_scheduled_tokens
+        compressed = plan.first_queries < ends  # else kept whole
+        # A request that decodes has one token.
+        evicting = compressed & plan.decodes & (computed >= layout.budget)
+        self.tokens_evicted += int(np.count_nonzero(evicting))
+        if layout.whole_blocks:
+            for before in computed[evicting].tolist():
+                self.tokens_evicted -= held(before + 1) - held(before)
+        ending = compressed & ~plan.decodes & (computed + scheduled >= ends)
+        for end in ends[ending].tolist():
+            self.transitions += 1
+            self.tokens_evicted += end - held(end)
 
     def as_dict(self) -> dict[str, int]:
         """The counters by name."""
-        return dataclasses.asdict(self)
+        return vars(self).copy()
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.as_dict().items())
