@@ -20,12 +20,7 @@ class WorkerProbe:
     """Looks into a worker; nothing of it exists in a real engine."""
 
     def _builders(self) -> list[H2OMetadataBuilder]:
-        return [
-            builder
-            for group in self.model_runner._attn_group_iterator()
-            for builder in group.metadata_builders
-            if isinstance(builder, H2OMetadataBuilder) and builder.compresses
-        ]
+        return [builder for _, builder in self._h2o_builders()]
 
     def _layers(self) -> dict[str, Any]:
         context = self.vllm_config.compilation_config.static_forward_context

@@ -1,4 +1,4 @@
-"""Generate on one path and print the tokens: `python -m tests.gpu_path.engine JSON`.
+"""Generate on one path and print the result: `python -m tests.gpu_path.engine JSON`.
 
 A process of its own, because the choice of triton and of the runner is the process's.
 """
@@ -27,7 +27,7 @@ def main(path: str, model: str, policy: dict, options: dict) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(path.startswith("v2")))
     if path != "cpu":
         import tests.gpu_path.interpreted  # noqa: F401
-    from tests.engine.helpers import assert_pool_whole, engine, generate
+    from tests.engine.helpers import assert_pool_whole, engine, greedy
     from tests.engine.tiny_models import random_prompts
 
     settings = {
@@ -39,7 +39,15 @@ def main(path: str, model: str, policy: dict, options: dict) -> None:
         result = {}
         if path != "cpu":
             result["warmed_up"] = llm.collective_rpc("probe_ops")[0]
-        result["tokens"] = generate(llm, random_prompts(*LENGTHS), NUM_TOKENS)
+        llm.collective_rpc("probe_watch")
+        parameters = greedy(NUM_TOKENS, logprobs=0, flat_logprobs=True)
+        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(*LENGTHS)]
+        outputs = [x.outputs[0] for x in llm.generate(prompts, parameters)]
+        result["tokens"] = [list(output.token_ids) for output in outputs]
+        result["logprobs"] = [list(output.logprobs.logprobs) for output in outputs]
+        # By request id, which has a random end.
+        survivors = llm.collective_rpc("probe_survivors")[0]
+        result["survivors"] = [survivors[name] for name in sorted(survivors)]
         assert_pool_whole(llm)
         result["stats"] = llm.collective_rpc("h2o_stats")[0]
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -1,7 +1,8 @@
 """The path of CUDA through the whole engine, on CPU tensors and interpreted.
 
 vLLM's model runners V1 and V2, its Triton attention, our CUDA backend and kernels:
-their tokens are those of the CPU path, whose kernel is C.
+their tokens, log-probabilities and survivors are those of the CPU path, whose kernel
+is C.
 """
 
 import functools
@@ -70,11 +71,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "chunks", "by_head"), CASES)
-def test_tokens_are_those_of_the_cpu_path(run, profile, path, chunks, by_head):
+def test_equals_the_cpu_path(run, profile, path, chunks, by_head):
     policy = POLICY | {"head_budgets": str(profile) if by_head else "uniform"}
     expected = run("cpu", policy, **CHUNKS[chunks])
     actual = run(path, policy, **CHUNKS[chunks])
     assert actual["tokens"] == expected["tokens"]
+    assert actual["survivors"] == expected["survivors"]
+    assert len(actual["survivors"]) == 2 and len(actual["survivors"][0]) == 2
+    for ours, theirs in zip(actual["logprobs"], expected["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
     assert actual["stats"] == expected["stats"]
     assert actual["stats"]["transitions"] == 2, "the other two are kept whole"
     assert actual["stats"]["tokens_evicted"] > 0
