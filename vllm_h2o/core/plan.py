@@ -55,8 +55,8 @@ class RowPlan(NamedTuple):
 class ResidencyPlan:
     """The scheduled requests of a step, and the counters up to this step.
 
-    It travels in every step, hence one array: 256 `RowPlan` take ten times as long to
-    pickle, lists of plain numbers three times.
+    It travels in every step and is read by row, hence one array: 256 `RowPlan` take
+    ten times as long to pickle, and lists would have to become arrays in every worker.
 
     Attributes:
         request_ids: The scheduled requests.
