@@ -46,13 +46,28 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def microseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call, replayed as a CUDA graph, warm."""
+def microseconds(
+    call: Callable[[], Any], device: torch.device, launched: bool = False
+) -> float:
+    """Median time of a call, warm: replayed as a CUDA graph, or `launched` each time.
+
+    Prompts run outside of graphs: the host may take longer than their kernels.
+    """
     if device.type == "cpu":
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e6
-    # Compile and allocate before the capture.
+    repeat = call if launched else _captured(call)
+    repeat()
+    once = _elapsed_ms(repeat, 3) / 3
+    _elapsed_ms(repeat, int(_WARM_MS / once) + 1)
+    count = int(_SAMPLE_MS / once) + 1
+    times = [_elapsed_ms(repeat, count) / count for _ in range(_REPEATS)]
+    return statistics.median(times) * 1e3
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The replay of a call, after it has compiled and allocated."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -62,21 +77,16 @@ def microseconds(call: Callable[[], Any], device: torch.device) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    graph.replay()
-    once = _elapsed_ms(graph, 3) / 3
-    _elapsed_ms(graph, int(_WARM_MS / once) + 1)
-    count = int(_SAMPLE_MS / once) + 1
-    times = [_elapsed_ms(graph, count) / count for _ in range(_REPEATS)]
-    return statistics.median(times) * 1e3
+    return graph.replay
 
 
-def _elapsed_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Milliseconds of so many replays, one after another."""
+def _elapsed_ms(repeat: Callable[[], Any], times: int) -> float:
+    """Milliseconds of so many calls, one after another."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record()
-    for _ in range(replays):
-        graph.replay()
+    for _ in range(times):
+        repeat()
     end.record()
     end.synchronize()
     return start.elapsed_time(end)

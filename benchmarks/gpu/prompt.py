@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,30 +22,57 @@ from vllm_h2o.policy.layout import SlotLayout
 
 SCORING_AND_TRANSITION = "scores, selection and copy"
 """The part that the transition's target is about."""
+ATTENTION = "prompt attention, torch SDPA"
+
+Timed = Callable[[Callable[[], Any]], float]
+"""Takes a call, returns its microseconds."""
 
 
 def measure_all(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
-    """Issue 5's comparison 3: microseconds of one layer."""
-    attention = prompt_attention(sizes, device)
-    window, every = scoring(sizes, device)
-    chosen, moved = transition(sizes, device, by_head=False)
-    chosen_by_head, moved_by_head = transition(sizes, device, by_head=True)
-    return [
-        {"part": part, "us_per_layer": duration, "of_attention": duration / attention}
-        for part, duration in (
-            ("prompt attention, torch SDPA", attention),
-            (f"scores of the last {sizes.window} queries", window),
-            ("selection", chosen),
-            ("selection and copy", moved),
-            (SCORING_AND_TRANSITION, window + moved),
-            ("selection, budgets by head", chosen_by_head),
-            ("selection and copy, budgets by head", moved_by_head),
-            ("scores of all queries, given their log-sum-exp", every),
+    """Issue 5's comparison 3: microseconds of one layer.
+
+    Shares of the prompt's attention are of kernels that are launched each time, as
+    an engine does with a prompt; `us_replayed` is what the GPU alone takes.
+    """
+    times = {
+        launched: _parts(
+            functools.partial(microseconds, device=device, launched=launched),
+            sizes,
+            device,
         )
+        for launched in (False, True)
+    }
+    attention = times[True][ATTENTION]
+    return [
+        {
+            "part": part,
+            "us_per_layer": duration,
+            "us_replayed": times[False][part],
+            "of_attention": duration / attention,
+        }
+        for part, duration in times[True].items()
     ]
 
 
-def prompt_attention(sizes: Sizes, device: torch.device) -> float:
+def _parts(timed: Timed, sizes: Sizes, device: torch.device) -> dict[str, float]:
+    """Microseconds by part."""
+    attention = prompt_attention(timed, sizes, device)
+    window, every = scoring(timed, sizes, device)
+    chosen, moved = transition(timed, sizes, device, by_head=False)
+    chosen_by_head, moved_by_head = transition(timed, sizes, device, by_head=True)
+    return {
+        ATTENTION: attention,
+        f"scores of the last {sizes.window} queries": window,
+        "selection": chosen,
+        "selection and copy": moved,
+        SCORING_AND_TRANSITION: window + moved,
+        "selection, budgets by head": chosen_by_head,
+        "selection and copy, budgets by head": moved_by_head,
+        "scores of all queries, given their log-sum-exp": every,
+    }
+
+
+def prompt_attention(timed: Timed, sizes: Sizes, device: torch.device) -> float:
     """Microseconds of causal attention over the prompt."""
 
     def heads(num_heads: int) -> torch.Tensor:
@@ -51,15 +80,14 @@ def prompt_attention(sizes: Sizes, device: torch.device) -> float:
         return tokens.transpose(0, 1).contiguous().unsqueeze(0)
 
     query, key = heads(sizes.num_heads), heads(sizes.num_kv_heads)
-    return microseconds(
+    return timed(
         lambda: F.scaled_dot_product_attention(
             query, key, key, is_causal=True, enable_gqa=True
-        ),
-        device,
+        )
     )
 
 
-def scoring(sizes: Sizes, device: torch.device) -> tuple[float, float]:
+def scoring(timed: Timed, sizes: Sizes, device: torch.device) -> tuple[float, float]:
     """Microseconds of scoring with the window, and with all queries."""
     num_blocks = sizes.context // sizes.block_size
     pages = random_pages(num_blocks + 1, sizes, device)
@@ -69,19 +97,13 @@ def scoring(sizes: Sizes, device: torch.device) -> tuple[float, float]:
     params = params_of(sizes)
     first = sizes.context - sizes.window
     lse = torch.zeros(sizes.num_heads, sizes.context, device=device)
-    window = microseconds(
-        lambda: observe(query[first:], pages, blocks, first, scores, params),
-        device,
-    )
-    every = microseconds(
-        lambda: observe(query, pages, blocks, 0, scores, params, lse),
-        device,
-    )
+    window = timed(lambda: observe(query[first:], pages, blocks, first, scores, params))
+    every = timed(lambda: observe(query, pages, blocks, 0, scores, params, lse))
     return window, every
 
 
 def transition(
-    sizes: Sizes, device: torch.device, by_head: bool
+    timed: Timed, sizes: Sizes, device: torch.device, by_head: bool
 ) -> tuple[float, float]:
     """Microseconds of selecting, and of selecting and copying."""
     params, config = params_of(sizes), H2OConfig(observation_window=sizes.window)
@@ -102,7 +124,7 @@ def transition(
             layers[0], blocks[:dense], blocks[dense:], last, chosen, scores, params
         )
 
-    return microseconds(lambda: choose(*arguments), device), microseconds(move, device)
+    return timed(lambda: choose(*arguments)), timed(move)
 
 
 def uneven_heads(layers: list[Pages], sizes: Sizes) -> list[HeadSlots]:
