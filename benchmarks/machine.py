@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+SPIN_COUNT = "GOMP_SPINCOUNT"
 
 
 def hardware() -> str:
@@ -31,17 +32,23 @@ def _cpu_name() -> str:
 def engine_env(tensor_parallel_size: int) -> dict[str, str]:
     """Variables that an engine with so many ranks runs best with on this machine.
 
-    vLLM's CPU platform gives every rank a NUMA node less one core; all cores are
-    dealt out by hand instead, since stock vLLM makes half as many tokens again on
-    both of two cores than on one, and there may be fewer nodes than ranks.
+    Stock vLLM's best here, for all systems; a variable that is set already stays:
+
+    * vLLM's CPU platform gives every rank a NUMA node less one core. All cores are
+      dealt out by hand instead, since stock makes half as many tokens again on both of
+      two cores than on one, and there may be fewer nodes than ranks.
+    * GNU's OpenMP threads, which vLLM's CPU build runs on, spin for milliseconds after
+      a parallel part (300000 turns), on the cores that vLLM's engine process needs
+      between two steps. They stop sooner: stock's steps are about 6 % shorter. To
+      Intel's OpenMP vLLM says so itself (`KMP_BLOCKTIME`).
     """
-    if THREADS_BIND in os.environ:
-        return {}
-    return {
+    env = {
         THREADS_BIND: threads_bind(
             sorted(os.sched_getaffinity(0)), tensor_parallel_size
-        )
+        ),
+        SPIN_COUNT: "10000",
     }
+    return {name: value for name, value in env.items() if name not in os.environ}
 
 
 def threads_bind(cores: list[int], ranks: int) -> str:

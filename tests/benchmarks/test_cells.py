@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.cells import Cell, Contender, run_cell
 from benchmarks.compare import cells_of, parse_args
-from benchmarks.machine import threads_bind
+from benchmarks.machine import engine_env, threads_bind
 from benchmarks.ray_sweep import parse_args as parse_sweep_args
 from benchmarks.ray_sweep import sweep_cells
 from tests.benchmarks.helpers import sample, tiny_cell
@@ -119,3 +119,14 @@ def test_ranks_share_the_cores():
     assert threads_bind([4, 5, 6, 7, 8], 2) == "4,5|6,7"
     with pytest.raises(ValueError, match="--tensor-parallel-size 3"):
         threads_bind([0, 1], 3)
+
+
+def test_engines_get_stocks_best_settings_unless_the_user_has_set_them(monkeypatch):
+    names = {"VLLM_CPU_OMP_THREADS_BIND", "GOMP_SPINCOUNT"}
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert engine_env(1).keys() == names
+    for name in names:
+        monkeypatch.setenv(name, "the user's")
+        assert engine_env(1).keys() == names - {name}
+        monkeypatch.delenv(name)
