@@ -64,3 +64,12 @@ def build_unbound(builder):
         block_table_tensor=torch.empty(1, 20, device=DEVICE).int(),
     )  # fmt: skip
     return builder.build(0, common), common
+
+
+def test_groups_of_one_engine_share_their_scratch():
+    """The worker takes it off the KV cache once, however many groups there are."""
+    builder, config = make_builder()
+    sibling = type(builder)(builder.kv_cache_spec, [], config, DEVICE)
+    assert sibling._scratch is builder._scratch
+    other, _ = make_builder()
+    assert other._scratch is not builder._scratch

@@ -166,6 +166,10 @@ def test_other_backends_are_refused(config):
     config.parallel_config.enable_dbo = True
     with pytest.raises(ValueError, match="--enable-dbo=True: drop --enable-dbo"):
         check_cuda_options(config)
+    config.parallel_config.enable_dbo = False
+    config.parallel_config.ubatch_size = 2
+    with pytest.raises(ValueError, match="--ubatch-size=2: drop --ubatch-size"):
+        check_cuda_options(config)
 
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):

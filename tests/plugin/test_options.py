@@ -460,9 +460,11 @@ def test_config_reaches_the_engine_config(model_of):
     expected = H2OConfig(
         policy="snapkv",
         budget="25%",
+        recent_ratio=0.5,
         observation_window=32,
         pooling=7,
         score="mean",
+        head_budgets="uniform",
     )
     assert h2o_config(config) == expected
     layout = SlotLayout.from_config(expected, 32, 1024)
@@ -486,7 +488,7 @@ def test_official_spelling_gives_the_same_config(model_of):
 def test_presets_and_overrides():
     assert resolve_config(None, None, {}) is None
     assert resolve_config("full", None, {}) is None
-    assert resolve_config(None, True, {}) == PRESETS["h2o"]
+    assert resolve_config(None, True, {}) == PRESETS["h2o"] == H2OConfig()
     assert resolve_config("h2o", True, {"sinks": 2}).sinks == 2
     for name, preset in PRESETS.items():
         assert preset.policy == name

@@ -42,13 +42,14 @@ def test_resident_tokens(length):
 @pytest.mark.parametrize(
     "config, expected",
     [
-        (H2OConfig(budget=256), (256, 128, 128)),
-        (H2OConfig(budget=257), (288, 128, 160)),
-        (H2OConfig(budget=5000), (1024, 512, 512)),
-        (H2OConfig(budget="20%"), (224, 96, 128)),
+        (H2OConfig(budget=256, recent_ratio=0.5), (256, 128, 128)),
+        (H2OConfig(budget=257, recent_ratio=0.5), (288, 128, 160)),
+        (H2OConfig(budget=5000, recent_ratio=0.5), (1024, 512, 512)),
+        (H2OConfig(budget="20%", recent_ratio=0.5), (224, 96, 128)),
         (H2OConfig(budget=320, recent_ratio=0.25), (320, 224, 96)),
         (H2OConfig(budget=320, recent_ratio=0.01), (320, 288, 32)),
         (H2OConfig(budget=320, recent_ratio=0.99), (320, 32, 288)),
+        (PRESETS["h2o"], (224, 160, 64)),
         (PRESETS["tova"], (224, 192, 32)),
         (PRESETS["streaming"], (224, 4, 220)),
     ],

@@ -12,6 +12,7 @@ prompt's step of one token is not taken for a decode.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 
+_SCRATCH: WeakValueDictionary[int, DecodeScratch] = WeakValueDictionary()
+"""By the id of the engine's config, which its builders hold as long as the scratch."""
+
+
 class _CUDAImpl(H2OImpl):
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """The resident kernels write the output as it is."""
@@ -59,15 +64,20 @@ class _CUDABuilder(H2OMetadataBuilder):
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def _decode_scratch(self, vllm_config: VllmConfig) -> DecodeScratch:
-        # Before vLLM measures what graphs take: the worker counts it itself.
-        return DecodeScratch.allocate(
-            len(self._positions),
-            self.num_heads_q,
-            self.spec.num_kv_heads,
-            self.spec.head_size,
-            largest_budget(vllm_config),
-            self.device,
-        )
+        # Before vLLM measures what graphs take: the worker counts it itself, once,
+        # since layers of all KV cache groups run one after the other. By identity:
+        # a second engine of this process may run beside this one.
+        scratch = _SCRATCH.get(id(vllm_config))
+        if scratch is None:
+            scratch = _SCRATCH[id(vllm_config)] = DecodeScratch.allocate(
+                len(self._positions),
+                self.num_heads_q,
+                self.spec.num_kv_heads,
+                self.spec.head_size,
+                largest_budget(vllm_config),
+                self.device,
+            )
+        return scratch
 
 
 class _CUDABackend(H2OBackend):

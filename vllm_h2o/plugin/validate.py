@@ -203,8 +203,11 @@ def check_cuda_options(vllm_config: VllmConfig) -> None:
     if attention.backend_per_kind:
         fix = "use --attention-backend"
         _refuse("attention_config.backend_per_kind", attention.backend_per_kind, fix)
-    if vllm_config.parallel_config.enable_dbo:
+    parallel = vllm_config.parallel_config
+    if parallel.enable_dbo:
         _refuse("--enable-dbo", True, "drop --enable-dbo")
+    if parallel.use_ubatching:  # two batches at once would share a decode's scratch
+        _refuse("--ubatch-size", parallel.ubatch_size, "drop --ubatch-size")
     if envs.VLLM_BATCH_INVARIANT:
         # Splits, and so the order of sums, depend on the number of rows.
         _refuse("VLLM_BATCH_INVARIANT", 1, "unset it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ALL_QUERIES = "all"
@@ -21,6 +21,8 @@ _UNITS = ("token", "block")
 @dataclass(frozen=True)
 class H2OConfig:
     """A KV eviction policy, fully resolved; `PRESETS` has those with a name.
+
+    The defaults are the policy `h2o`.
 
     Attributes:
         policy: Name of the preset that the values started from.
@@ -50,14 +52,14 @@ class H2OConfig:
 
     policy: str = "h2o"
     budget: int | str = "20%"
-    recent_ratio: float = 0.5
+    recent_ratio: float = 0.35
     sinks: int = 0
     observation_window: int | str = 32
     pooling: int = 15
     score: str = "mean"
     score_decay: float = 1.0
     eviction_unit: str = "token"
-    head_budgets: str = UNIFORM
+    head_budgets: str = AUTO
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -167,30 +169,29 @@ def _check_choice(
         raise _bad(option, value, f"use one of {', '.join(choices)}", prefix)
 
 
+_SUMS = H2OConfig(recent_ratio=0.5, score="sum", head_budgets=UNIFORM)
+
 PRESETS: Mapping[str, H2OConfig] = {
-    "h2o": H2OConfig(recent_ratio=0.35, head_budgets=AUTO),
-    "h2o-paper": H2OConfig(
-        policy="h2o-paper",
-        observation_window=ALL_QUERIES,
-        pooling=1,
-        score="sum",
+    "h2o": H2OConfig(),
+    "h2o-paper": replace(
+        _SUMS, policy="h2o-paper", observation_window=ALL_QUERIES, pooling=1
     ),
-    "snapkv": H2OConfig(policy="snapkv", observation_window=32, pooling=7, score="sum"),
-    "tova": H2OConfig(
+    "snapkv": replace(_SUMS, policy="snapkv", pooling=7),
+    "tova": replace(
+        _SUMS,
         policy="tova",
         recent_ratio=0.0,
         observation_window=1,
         pooling=1,
-        score="sum",
         score_decay=0.0,
     ),
-    "streaming": H2OConfig(
+    "streaming": replace(
+        _SUMS,
         policy="streaming",
         recent_ratio=1.0,
         sinks=4,
         observation_window=1,
         pooling=1,
-        score="sum",
     ),
 }
 """The policies that evict; `full` is the absence of one."""
@@ -252,7 +253,7 @@ def resolve_config(
                 "add kv_policy='h2o' (--kv-policy h2o) or drop the option"
             )
         return None
-    config = dataclasses.replace(PRESETS[name], **options)
+    config = replace(PRESETS[name], **options)
     idle = [name for name in _OF_SCORES if name in options]
     if idle and not config.keeps_heavy_set:
         raise ValueError(
