@@ -335,7 +335,7 @@ class H2OMetadataBuilder(_Stock):
         for i in prompts:
             row = rows.row(i)
             end = row.num_computed_tokens + row.num_scheduled_tokens
-            if end <= row.first_query and not row.is_transition:
+            if not row.num_scoring and not row.is_transition:
                 continue
             table = common.block_table_tensor[i]
             resident = None

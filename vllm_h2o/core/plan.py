@@ -32,11 +32,15 @@ class RowPlan(NamedTuple):
         return self.first_query >= self.prefill_end
 
     @property
+    def num_scoring(self) -> int:
+        """How many of this step's queries score: the last ones."""
+        end = self.num_computed_tokens + self.num_scheduled_tokens
+        return max(0, end - max(self.num_computed_tokens, self.first_query))
+
+    @property
     def mostly_scores(self) -> bool:
         """Whether at least half of this step's queries score."""
-        end = self.num_computed_tokens + self.num_scheduled_tokens
-        scoring = end - max(self.num_computed_tokens, self.first_query)
-        return 2 * scoring >= self.num_scheduled_tokens
+        return 2 * self.num_scoring >= self.num_scheduled_tokens
 
     @property
     def decodes(self) -> bool:
