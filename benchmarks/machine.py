@@ -39,14 +39,15 @@ def engine_env(tensor_parallel_size: int) -> dict[str, str]:
       two cores than on one, and there may be fewer nodes than ranks.
     * GNU's OpenMP threads, which vLLM's CPU build runs on, spin for milliseconds after
       a parallel part (300000 turns), on the cores that vLLM's engine process needs
-      between two steps. They stop sooner: stock's steps are about 6 % shorter. To
+      between two steps. They stop sooner: stock's steps are a tenth shorter. No sooner
+      than this, or they sleep within a step, while Python is between two kernels. To
       Intel's OpenMP vLLM says so itself (`KMP_BLOCKTIME`).
     """
     env = {
         THREADS_BIND: threads_bind(
             sorted(os.sched_getaffinity(0)), tensor_parallel_size
         ),
-        SPIN_COUNT: "10000",
+        SPIN_COUNT: "50000",
     }
     return {name: value for name, value in env.items() if name not in os.environ}
 
