@@ -40,8 +40,9 @@ def engine_env(tensor_parallel_size: int) -> dict[str, str]:
     * GNU's OpenMP threads, which vLLM's CPU build runs on, spin for milliseconds after
       a parallel part (300000 turns), on the cores that vLLM's engine process needs
       between two steps. They stop sooner: stock's steps are a tenth shorter. No sooner
-      than this, or they sleep within a step, while Python is between two kernels. To
-      Intel's OpenMP vLLM says so itself (`KMP_BLOCKTIME`).
+      than this: with 10000 turns eight cached prompts took H2O a third longer, probably
+      since threads sleep while Python is between two kernels of a step. To Intel's
+      OpenMP vLLM says so itself (`KMP_BLOCKTIME`).
     """
     env = {
         THREADS_BIND: threads_bind(

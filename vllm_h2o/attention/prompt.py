@@ -51,14 +51,14 @@ def observe_prompt(
         # The first step with observation queries, also after a restart.
         num_kv_heads = pages.keys.shape[1]
         scores = torch.zeros(num_kv_heads, plan.prefill_end, device=query.device)
-    skipped = start - plan.num_computed_tokens
     if prompt.attends:
         attend_observed(
-            query, pages, prompt.dense_blocks, plan.num_computed_tokens, skipped,
-            scores, params, output,
+            query, pages, prompt.dense_blocks, plan.num_computed_tokens,
+            start - plan.num_computed_tokens, scores, params, output,
         )  # fmt: skip
-    elif skipped < len(query):
-        observe(query[skipped:], pages, prompt.dense_blocks, start, scores, params)
+    elif plan.num_scoring:
+        query = query[-plan.num_scoring :]
+        observe(query, pages, prompt.dense_blocks, start, scores, params)
     if prompt.resident_blocks is None:
         prompt.partial[layer_name] = scores
         return
