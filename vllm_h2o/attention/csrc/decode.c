@@ -121,8 +121,15 @@ typedef struct {
  * that the first level can have under way are needed for what is read now. */
 #define H2O_TO_L2 2
 static inline void h2o_prefetch(const void *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch((const char *)from + i, 0, H2O_TO_L2);
+    for (int64_t i = 0; i < bytes; i += 64) {
+        const char *line = (const char *)from + i;
+#if defined(__x86_64__)
+        /* gcc 12 loses the builtin in some loops, as in those of bfloat16. */
+        __asm__ volatile("prefetcht1 %0" : : "m"(*line));
+#else
+        __builtin_prefetch(line, 0, H2O_TO_L2);
+#endif
+    }
 }
 
 /* e^x for x <= 0, relative error below 3e-7; vectorizes. */

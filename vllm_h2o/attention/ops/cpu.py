@@ -34,6 +34,9 @@ _FLAGS = (
     "-shared -fPIC -O3 -march=native -fopenmp -fno-math-errno "
     "-fno-trapping-math -fassociative-math -fno-signed-zeros"
 ).split()
+if platform.machine() == "x86_64":
+    # Beside the kernels' own vectors of 512 bits gcc would rather have 256 on Intel's.
+    _FLAGS.append("-mprefer-vector-width=512")
 
 _DTYPES = {
     torch.float32: "float32",
