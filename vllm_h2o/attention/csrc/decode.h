@@ -88,23 +88,25 @@ static inline void FN(find_lowest)(const h2o_decode_args *a, const h2o_slots *r,
     }
 }
 
+/* Scores and births of page b, if it is one of the first `num_blocks`. */
+static inline void FN(prefetch_state)(const h2o_decode_args *a, const h2o_slots *r,
+                                      int64_t b, int64_t num_blocks) {
+    if (b >= num_blocks) return;
+    const FN(page) page = FN(page_of)(a, r, b);
+    h2o_prefetch(page.score, a->block_size * sizeof(float));
+    h2o_prefetch(page.birth, a->block_size * sizeof(int32_t));
+}
+
 static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
     const int64_t bs = a->block_size, num_blocks = (r->heavy_slots + bs - 1) / bs;
     h2o_lowest best = {FLT_MAX, INT32_MAX, -1};
     const int64_t start = a->pinned_slots / bs;
     /* Of a short budget these are all; the processor does not look past the branches. */
-    for (int64_t b = start; b < num_blocks && b < start + H2O_AHEAD; ++b) {
-        const FN(page) page = FN(page_of)(a, r, b);
-        h2o_prefetch(page.score, bs * sizeof(float));
-        h2o_prefetch(page.birth, bs * sizeof(int32_t));
-    }
+    for (int64_t b = start; b < start + H2O_AHEAD; ++b)
+        FN(prefetch_state)(a, r, b, num_blocks);
     for (int64_t b = start; b < num_blocks; ++b) {
         const FN(page) page = FN(page_of)(a, r, b);
-        if (b + H2O_AHEAD < num_blocks) {
-            const FN(page) next = FN(page_of)(a, r, b + H2O_AHEAD);
-            h2o_prefetch(next.score, bs * sizeof(float));
-            h2o_prefetch(next.birth, bs * sizeof(int32_t));
-        }
+        FN(prefetch_state)(a, r, b + H2O_AHEAD, num_blocks);
         const int64_t pinned = a->pinned_slots - b * bs, left = r->heavy_slots - b * bs;
         FN(find_lowest)(a, r, page, b, pinned > 0 ? pinned : 0, left < bs ? left : bs,
                         &best);
