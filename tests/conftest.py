@@ -1,12 +1,51 @@
-"""Before anything imports triton: without a GPU its kernels are interpreted.
+"""What holds for all tests.
 
-Triton decides when its own library is imported, and vLLM imports triton, so no
-test module is early enough.
+Without a GPU Triton's kernels are interpreted. Triton decides when its own library is
+imported, and vLLM imports triton, so no test module is early enough.
+
+docs/testing.md says what the markers and profiles are for; `python -m tests.run` runs
+the tiers.
 """
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
+from hypothesis import settings
+
+from tests.watch import (  # noqa: F401  pytest finds them here
+    nothing_is_left,
+    nothing_is_left_of_a_module,
+    pytest_runtest_protocol,
+)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+for tier, examples in {"check": 5, "test": 20, "all": 100}.items():
+    settings.register_profile(tier, max_examples=examples, deadline=None)
+settings.load_profile("test")
+
+TESTS = Path(__file__).parent.as_posix()
+CHECK = tuple(
+    f"{TESTS}/{path}"
+    for path in (
+        "policy/",
+        "core/",
+        "plugin/",
+        "attention/test_metadata",
+        "attention/test_observe",
+        "attention/test_transition",
+        "test_rooms",
+    )
+)
+"""What `make check` runs, but for what starts a process; others say so themselves."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of `make check` by where they are."""
+    for item in items:
+        process = item.get_closest_marker("process")
+        if item.path.as_posix().startswith(CHECK) and not process:
+            item.add_marker(pytest.mark.check)

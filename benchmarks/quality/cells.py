@@ -107,12 +107,12 @@ def run(cell: Cell) -> Rows:
     """Run one cell here."""
     from benchmarks.quality.systems import system_of
 
+    measure = {LOSS: _loss, RETRIEVAL: _retrieval, GENERATION: _generation}[cell.work]
     system = system_of(cell)
-    if cell.work == LOSS:
-        return _loss(cell, system)
-    if cell.work == RETRIEVAL:
-        return _retrieval(cell, system)
-    return _generation(cell, system)
+    try:
+        return measure(cell, system)
+    finally:
+        system.close()
 
 
 def _loss(cell: Cell, system: Any) -> Rows:

@@ -45,6 +45,10 @@ class System(Protocol):
         """Greedy answers; see `reading.answer_greedily`."""
         ...
 
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
 
 def system_of(cell: Cell) -> System:
     """Start the system of a cell."""
@@ -122,6 +126,10 @@ class Engine:
         """Greedy tokens, as many as asked for, past any stop token."""
         return self._generate(prompts, [forced([], num_tokens) for _ in prompts])
 
+    def close(self) -> None:
+        """See `System`."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def _generate(self, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
@@ -171,6 +179,9 @@ class _Outside:
             )
             for context, question in zip(contexts, asked, strict=True)
         ]
+
+    def close(self) -> None:
+        """See `System`: the model goes with this object."""
 
 
 class Presses(_Outside):

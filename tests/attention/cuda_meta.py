@@ -10,8 +10,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from benchmarks.smollm2 import ensure_model
 from tests.core.helpers import plan_of
+from tests.models import SMOLLM2
 from vllm_h2o.attention.cuda_backend import H2OTritonAttentionBuilder
 from vllm_h2o.attention.metadata import StepRows
 from vllm_h2o.core.plan import RowPlan
@@ -27,7 +27,7 @@ def make_builder(**policy):
     """A builder for SmolLM2 with a budget of 64, and the engine's config."""
     options = {"kv_policy": "h2o", "h2o_budget": 64, "max_model_len": 256}
     options |= {"block_size": 32, **policy}
-    args = EngineArgs(model=str(ensure_model()), dtype="float32", **options)
+    args = EngineArgs(model=str(SMOLLM2), dtype="float32", **options)
     config = args.create_engine_config()
     plain = FullAttentionSpec(
         block_size=16, num_kv_heads=3, head_size=64, dtype=torch.float32

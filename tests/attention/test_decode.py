@@ -83,8 +83,13 @@ CASES = {
 }
 
 
+CHECK = pytest.mark.check
+
+
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1), (10, 2)])
+@pytest.mark.parametrize(
+    "heads", [pytest.param((9, 3), marks=CHECK), (4, 4), (8, 1), (10, 2)]
+)
 def test_kernel_equals_reference(name, heads):
     params = CASES[name]
     arguments = (params, torch.float32, heads, 64, 130)
@@ -99,7 +104,7 @@ def test_kernel_equals_reference(name, heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_size", [64, 80, 112, 128])
+@pytest.mark.parametrize("head_size", [pytest.param(64, marks=CHECK), 80, 112, 128])
 def test_half_precision(dtype, head_size):
     arguments = (params_of(), dtype, (6, 2), head_size, 80)
     expected, expected_pages, table = run(reference.decode_resident, *arguments)

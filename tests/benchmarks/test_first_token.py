@@ -6,6 +6,7 @@ import pytest
 
 import tests.engine.helpers  # noqa: F401  the engine runs in this process
 from benchmarks import first_token
+from tests.engine.tiny_models import save_reading_llama
 
 pytestmark = pytest.mark.engine
 
@@ -29,8 +30,9 @@ def test_scored_prompts_against_those_kept_whole(here, tmp_path, kind, engines):
     """That the ones are scored and the others are not is asserted inside."""
     other = ({"--prompts", "--cached"} - {kind}).pop()
     output = tmp_path / "first_token.json"
+    model = save_reading_llama(tmp_path / "model")
     options = [kind, "96", other, "--rounds", "2", "--output", str(output)]
-    first_token.main([*options, "--engines", str(engines)])
+    first_token.main([*options, "--model", str(model), "--engines", str(engines)])
     (cell,) = json.loads(output.read_text())["cells"]
     assert (cell["prompt"], cell["cached"]) == (96, kind == "--cached")
     assert cell["budget_tokens"] == 64

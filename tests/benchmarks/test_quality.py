@@ -26,6 +26,7 @@ from benchmarks.quality.cells import (
     Cell,
     common_prefix,
     repetition_rate,
+    run,
     run_apart,
 )
 from benchmarks.quality.plot import draw, loss_deltas
@@ -155,16 +156,22 @@ def test_budgets_are_whole_blocks():
     assert [tokens_of(f, 2560) for f in (0.5, 0.2, 0.1, 0.05)] == [1280, 512, 256, 128]
 
 
-@pytest.mark.engine
-def test_the_full_cache_answers_whenever_it_is_asked(tokenizer, monkeypatch):
-    """A question ends the user's turn: its stop token must not end the request."""
+@pytest.fixture
+def here(monkeypatch):
+    """Engines run in this process, and leave room for others."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+@pytest.mark.engine
+def test_the_full_cache_answers_whenever_it_is_asked(tokenizer, here):
+    """A question ends the user's turn: its stop token must not end the request."""
     asked = questions(tokenizer, ["passkey"], 320, [0.5], per_depth=3, seed=0)
     texts = [q.context for q in asked], [q.question for q in asked]
     engine = system_of(Cell(ENGINE, FULL, RETRIEVAL, 0, 320))
     first = engine.answers(*texts, 12, question_known=True)
     later = engine.answers(*texts, 12, question_known=False)
-    engine.llm.llm_engine.engine_core.shutdown()
+    engine.close()
     assert later == first
     answers = tokenizer.batch_decode(later)
     assert sum(q.is_answered_by(a) for q, a in zip(asked, answers, strict=True)) >= 2
@@ -172,13 +179,13 @@ def test_the_full_cache_answers_whenever_it_is_asked(tokenizer, monkeypatch):
 
 
 @pytest.mark.engine
-def test_a_cell_runs_and_eviction_costs_something(tmp_path):
+def test_a_cell_runs_and_eviction_costs_something(tmp_path, here):
+    """The first in a process of its own, as the command does it."""
     work = {"context_tokens": 320, "scored_tokens": 64, "references": str(tmp_path)}
     full = dict(map(_pair, run_apart(Cell(ENGINE, FULL, LOSS, 0, **work))))
     whole = Cell(ENGINE, "h2o", LOSS, 384, **work)
     tiny = Cell(ENGINE, "streaming", LOSS, 64, **work)
-    whole_rows = dict(map(_pair, run_apart(whole)))
-    tiny_rows = dict(map(_pair, run_apart(tiny)))
+    whole_rows, tiny_rows = (dict(map(_pair, run(cell))) for cell in (whole, tiny))
     assert 1.0 < full["loss_nats"] < 6.0
     assert whole_rows["loss_delta_nats"] == pytest.approx(0.0, abs=1e-3)
     assert whole_rows["top1_agreement"] > 0.99

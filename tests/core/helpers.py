@@ -23,7 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.smollm2 import ensure_model
+from tests.models import SMOLLM2
 from vllm_h2o.core.manager import H2OManager, check_integrity
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.scheduler import H2OScheduler
@@ -39,7 +39,8 @@ HEADS = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 def config_of(window: int | str, budget: int, chunk: int) -> Any:
     """An engine config with H2O on."""
     return EngineArgs(
-        str(ensure_model()),
+        str(SMOLLM2),
+        skip_tokenizer_init=True,
         kv_policy="h2o",
         h2o_budget=budget,
         h2o_observation_window=window,

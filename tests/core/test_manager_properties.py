@@ -109,11 +109,9 @@ class AllQueriesLives(Lives):
 @pytest.mark.parametrize("machine", [Lives, AsyncLives, HybridLives, AllQueriesLives])
 def test_pool_adds_up(machine):
     case = machine.TestCase()
+    # As many examples as the profile says: tests/conftest.py.
     case.settings = settings(
-        max_examples=40,
-        stateful_step_count=30,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+        stateful_step_count=30, suppress_health_check=list(HealthCheck)
     )
     case.runTest()
 

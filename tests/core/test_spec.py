@@ -75,6 +75,7 @@ def test_registering_twice_is_fine():
     assert base is FullAttentionSpec
 
 
+@pytest.mark.process
 def test_built_in_specs_stay_registered_when_ours_comes_first():
     code = (
         "import vllm_h2o.core.spec\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.smollm2 import ensure_model
+from tests.watch import must_be_gone
 
 # So that tests can look at the scheduler and the block pool.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -42,7 +43,19 @@ def engine(model: Path | None = None, **options: Any) -> Iterator[Any]:
     try:
         yield llm
     finally:
+        for worker in _workers_here(llm):
+            must_be_gone("KV cache", *worker.model_runner.kv_caches)
+            must_be_gone("model", worker.model_runner.model)
         llm.llm_engine.engine_core.shutdown()
+
+
+def _workers_here(llm: Any) -> list[Any]:
+    """The worker of an engine whose memory this process can have back."""
+    driver = getattr(llm.llm_engine.model_executor, "driver_worker", None)
+    # vLLM holds the layers of an engine with LoRA in cycles through tensors, which
+    # Python does not free.
+    frees = driver is not None and llm.llm_engine.vllm_config.lora_config is None
+    return [driver.worker] if frees else []
 
 
 def scheduler(llm: Any) -> Any:

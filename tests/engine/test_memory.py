@@ -15,11 +15,12 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
+from tests.engine.tiny_models import random_prompts, save_llama
 
 pytestmark = pytest.mark.engine
 
 BUDGET = 256
-PROMPT_TOKENS, NUM_TOKENS = 2000, 1000
+PROMPT_TOKENS = 2000
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +33,13 @@ def held(llm):
     return pool(llm).num_gpu_blocks - 1 - pool(llm).get_num_free_blocks()
 
 
-def test_request_holds_its_budget_however_long(llm):
+@pytest.mark.parametrize(
+    "num_tokens", [400, pytest.param(1000, marks=pytest.mark.slow)]
+)
+def test_request_holds_its_budget_however_long(llm, num_tokens):
     resident = BUDGET // BLOCK_SIZE
     before = vllm_h2o.stats(llm)
-    add(llm, "long", prompts_of(PROMPT_TOKENS)[0], NUM_TOKENS)
+    add(llm, "long", prompts_of(PROMPT_TOKENS)[0], num_tokens)
     request = next(iter(scheduler(llm).requests.values()))
     while request.num_output_tokens == 0:
         llm.llm_engine.step()
@@ -47,13 +51,13 @@ def test_request_holds_its_budget_however_long(llm):
             check(llm)
         if llm.llm_engine.has_unfinished_requests():
             blocks_by_step.add(held(llm))
-    assert request.num_output_tokens == NUM_TOKENS
+    assert request.num_output_tokens == num_tokens
     assert blocks_by_step == {resident}
     assert_pool_whole(llm)
     stats = vllm_h2o.stats(llm)
     assert stats["transitions"] - before["transitions"] == 1
     # The last sampled token is never computed.
-    total = PROMPT_TOKENS + NUM_TOKENS - 1
+    total = PROMPT_TOKENS + num_tokens - 1
     assert stats["tokens_evicted"] - before["tokens_evicted"] == total - BUDGET
     assert stats["blocks_freed"] - before["blocks_freed"] == 63
 
@@ -86,13 +90,21 @@ def count_preemptions(llm):
     return preempted
 
 
-def test_sixteen_requests_in_the_memory_of_four(capsys):
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Random weights: where counts are compared, and no answers."""
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def test_sixteen_requests_in_the_memory_of_four(tiny, capsys):
     max_model_len = 512
     options = {
+        "model": tiny,
+        "skip_tokenizer_init": True,
         "max_model_len": max_model_len,
         "num_gpu_blocks_override": 4 * max_model_len // BLOCK_SIZE + 1,
     }
-    prompts = prompts_of(*[60] * 16)
+    prompts = random_prompts(*[60] * 16)
     counts = {}
     for name, h2o in {
         "stock": {},
@@ -114,10 +126,12 @@ def test_sixteen_requests_in_the_memory_of_four(capsys):
     assert counts["h2o"] == 0
 
 
-def test_preempted_requests_finish_and_leak_nothing():
+def test_preempted_requests_finish_and_leak_nothing(tiny):
     budget, max_model_len, num_tokens = 256, 512, 200
     smallest_pool = (max_model_len + budget) // BLOCK_SIZE
     with engine(
+        tiny,
+        skip_tokenizer_init=True,
         kv_policy="h2o",
         h2o_budget=budget,
         max_model_len=max_model_len,
@@ -125,7 +139,7 @@ def test_preempted_requests_finish_and_leak_nothing():
         enable_prefix_caching=True,
     ) as llm:
         preempted = count_preemptions(llm)
-        for i, prompt in enumerate(prompts_of(60, 60, 90, 130, 60, 200)):
+        for i, prompt in enumerate(random_prompts(60, 60, 90, 130, 60, 200)):
             add(llm, f"r{i}", prompt, num_tokens)
         lengths = {}
         while llm.llm_engine.has_unfinished_requests():

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 WINDOW = PRESETS["h2o"].observation_window
 OPTIONS = {"h2o_budget": 256, "max_num_batched_tokens": 2048}
-SHARED, TAIL, NUM_TOKENS = 1024, 150, 64
+SHARED, TAIL, NUM_TOKENS = 512, 150, 32
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,25 @@ from pathlib import Path
 import pytest
 
 from benchmarks.smollm2 import ensure_model
+from tests.engine.tiny_models import save_reading_llama
 
 pytestmark = pytest.mark.engine
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_quick_start(tmp_path):
+@pytest.fixture(params=["tiny", pytest.param("real", marks=pytest.mark.slow)])
+def model(request, tmp_path):
+    """Compiling takes most of the time, and a model of two layers a third of it."""
+    tiny = request.param == "tiny"
+    return save_reading_llama(tmp_path / "tiny") if tiny else ensure_model()
+
+
+def test_quick_start(model, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert "path/to/model" in code
     file = tmp_path / "quick_start.py"
-    file.write_text(code.replace("path/to/model", str(ensure_model())))
+    file.write_text(code.replace("path/to/model", str(model)))
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     # As a user has it: the engine core in a process of its own.
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)

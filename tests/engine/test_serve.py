@@ -19,6 +19,8 @@ from tests.engine.helpers import prompts_of
 pytestmark = pytest.mark.engine
 
 BUDGET = 128
+# Longer than anything takes; shorter than a test may take, so that the log is shown.
+READY_SECONDS, SECONDS = 280, 200
 
 
 class Server:
@@ -35,6 +37,8 @@ class Server:
         command += f"--kv-policy h2o --h2o-budget {BUDGET} --h2o-sinks 2".split()
         command += "--block-size 32 --dtype float32 --enforce-eager".split()
         command += f"--max-model-len 2048 --host 127.0.0.1 --port {port}".split()
+        # Without it vLLM kills the engine at once, which then may not log its end.
+        command += ["--shutdown-timeout", str(SECONDS)]
         env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with self.log.open("w") as log:
@@ -43,22 +47,23 @@ class Server:
             )
         self.client = openai.OpenAI(base_url=f"{self.base}/v1", api_key="none")
 
-    def wait_until_ready(self, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:
-                if requests.get(f"{self.base}/health", timeout=5).ok:
+                if requests.get(f"{self.base}/health", timeout=SECONDS).ok:
                     return
             except requests.ConnectionError:
-                time.sleep(1)
+                pass
+            time.sleep(1)
         raise TimeoutError(self.log.read_text()[-3000:])
 
-    def stop(self, seconds: float = 60) -> None:
+    def stop(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(seconds)
+            self.process.wait(SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
@@ -75,15 +80,15 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Values of the metrics by name, without labels."""
-        lines = requests.get(f"{self.base}/metrics", timeout=10).text.splitlines()
+        answer = requests.get(f"{self.base}/metrics", timeout=SECONDS)
         return {
             line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1])
-            for line in lines
+            for line in answer.text.splitlines()
             if line.startswith("vllm:")
         }
 
-    def wait_until_idle(self, seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             now = self.metrics()
             if not (
@@ -109,11 +114,11 @@ def server(tmp_path_factory):
 
 def test_completion_beyond_the_budget(server):
     (prompt,) = prompts_of(600)
-    done = server.complete(prompt, 200)
+    done = server.complete(prompt, 100)
     assert done.usage.prompt_tokens == 600
-    assert done.usage.completion_tokens == 200
+    assert done.usage.completion_tokens == 100
     assert done.choices[0].text.strip()
-    assert server.complete(prompt, 200).choices[0].text == done.choices[0].text
+    assert server.complete(prompt, 100).choices[0].text == done.choices[0].text
 
 
 def test_chat(server):
@@ -157,18 +162,16 @@ def test_eight_clients_and_one_that_hangs_up(server):
 def test_bad_option_stops_the_server_before_it_loads():
     vllm = Path(sys.executable).with_name("vllm")
     command = [vllm, "serve", ensure_model(), "--kv-policy", "h2o"]
-    done = subprocess.run(
-        [*command, "--h2o-budget", "0"], capture_output=True, text=True, timeout=120
-    )
+    command += ["--h2o-budget", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert "h2o_budget (--h2o-budget) is '0'" in done.stderr + done.stdout
 
 
 def test_help_shows_the_options():
     vllm = Path(sys.executable).with_name("vllm")
-    done = subprocess.run(
-        [vllm, "serve", "--help=H2O"], capture_output=True, text=True, timeout=120
-    )
+    command = [vllm, "serve", "--help=H2O"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert "--h2o-budget" in done.stdout
     assert "in tokens" in done.stdout
     assert "20%" in done.stdout

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.smollm2 import ensure_model
 
 VOCABULARY = 512
 _COMMON = {
@@ -28,6 +32,15 @@ def save_llama(folder: Path, **options: Any) -> Path:
 
     config = LlamaConfig(**(_COMMON | {"num_hidden_layers": 4} | options))
     return _save(LlamaForCausalLM, config, folder)
+
+
+def save_reading_llama(folder: Path) -> Path:
+    """A llama of two layers that reads text, with SmolLM2's tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ensure_model() / name, folder)
+    vocab_size = json.loads((ensure_model() / "config.json").read_text())["vocab_size"]
+    return save_llama(folder, vocab_size=vocab_size, num_hidden_layers=2)
 
 
 def save_hybrid(folder: Path, windowed: int = 2, full: int = 1) -> Path:

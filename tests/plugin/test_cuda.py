@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
-from benchmarks.smollm2 import ensure_model
 from tests.core.helpers import plan_of
+from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend, heads
 from vllm_h2o.attention.metadata import StepRows
 from vllm_h2o.attention.ops.triton import DecodeScratch
@@ -49,7 +49,7 @@ class Rocm(Cuda):
 def config():
     """A fresh config of SmolLM2 with H2O, as this machine resolves it."""
     options = {"kv_policy": "h2o", "h2o_budget": 256, "max_model_len": 1024}
-    args = EngineArgs(model=str(ensure_model()), dtype="float32", **options)
+    args = EngineArgs(model=str(SMOLLM2), dtype="float32", **options)
     return args.create_engine_config()
 
 
@@ -114,6 +114,7 @@ def test_users_choice_reads_the_prompts(config, on_cuda, given):
         assert issubclass(getattr(backend, get)(), getattr(stock, get)())
 
 
+@pytest.mark.process
 def test_no_process_on_cuda_imports_the_worker_of_the_cpu():
     """Which would put placeholders for streams, events and pinned memory in torch."""
     script = """

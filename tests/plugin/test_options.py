@@ -13,7 +13,7 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from benchmarks.smollm2 import ensure_model
+from tests.models import SMOLLM2
 from vllm_h2o.attention import cpu_backend
 from vllm_h2o.core.settings import h2o_config, parse_settings
 from vllm_h2o.plugin.engine_args import extend, translate
@@ -22,7 +22,7 @@ from vllm_h2o.policy.config import PRESETS, H2OConfig, resolve_config
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
-MODEL = str(ensure_model())
+MODEL = str(SMOLLM2)
 
 
 @pytest.mark.parametrize(
@@ -523,6 +523,7 @@ def test_command_line_stops_at_bad_values(line, capsys):
     assert option in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_installed_add_on_is_inert():
     code = (
         "import sys; from vllm.engine.arg_utils import EngineArgs\n"

@@ -70,14 +70,17 @@ def test_there_are_patches():
     assert PATCHES
 
 
+@pytest.mark.process
 def test_patched_vllm_has_the_arguments_and_the_hook_stands_down(patched):
     assert python(USE, patched) == "False " + EXPECTED
 
 
+@pytest.mark.process
 def test_installed_vllm_gets_the_hook():
     assert python(USE) == "True " + EXPECTED
 
 
+@pytest.mark.process
 def test_patched_vllm_works_without_the_add_on(patched):
     code = (
         "import sys; sys.modules['vllm_h2o.plugin.engine_args'] = None\n"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_h2o.policy.lending import lend
@@ -28,7 +28,6 @@ def falling(start):
     st.integers(2, 40),
     st.integers(1, 2),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_kv_head_spends_its_sum_and_no_page_is_used_twice(
     starts, budget_blocks, max_blocks, fewest
 ):
