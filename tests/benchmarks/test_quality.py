@@ -181,9 +181,9 @@ def test_the_full_cache_answers_whenever_it_is_asked(tokenizer, here):
 @pytest.mark.engine
 def test_a_cell_runs_and_eviction_costs_something(tmp_path, here):
     """The first in a process of its own, as the command does it."""
-    work = {"context_tokens": 320, "scored_tokens": 64, "references": str(tmp_path)}
+    work = {"context_tokens": 192, "scored_tokens": 48, "references": str(tmp_path)}
     full = dict(map(_pair, run_apart(Cell(ENGINE, FULL, LOSS, 0, **work))))
-    whole = Cell(ENGINE, "h2o", LOSS, 384, **work)
+    whole = Cell(ENGINE, "h2o", LOSS, 256, **work)
     tiny = Cell(ENGINE, "streaming", LOSS, 64, **work)
     whole_rows, tiny_rows = (dict(map(_pair, run(cell))) for cell in (whole, tiny))
     assert 1.0 < full["loss_nats"] < 6.0

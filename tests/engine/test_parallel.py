@@ -79,6 +79,7 @@ def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets):
     assert_same_answers((tokens, logprobs), (tokens_2, logprobs_2))
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_head_give_the_result_of_one_where_nothing_is_evicted(
     tmp_path, monkeypatch
 ):

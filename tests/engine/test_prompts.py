@@ -114,13 +114,13 @@ def watch_prefill(llm):
 
 def test_shared_blocks_are_never_modified(cached, siblings):
     engine_, manager = cached.llm_engine, scheduler(cached).h2o_managers[0]
-    add(cached, "first", siblings[0], 200)
+    add(cached, "first", siblings[0], 80)
     engine_.step()
     (first,) = (blocks for blocks in manager.req_to_blocks.values() if blocks)
     prefix = [block.block_id for block in first[: SHARED // BLOCK_SIZE]]
     before = cached.collective_rpc("probe_checksums", args=(prefix,))
-    add(cached, "second", siblings[1], 200)
-    add(cached, "third", siblings[2], 100)
+    add(cached, "second", siblings[1], 80)
+    add(cached, "third", siblings[2], 50)
     shared = 0
     while engine_.has_unfinished_requests():
         engine_.step()
@@ -136,9 +136,9 @@ def test_shared_blocks_are_never_modified(cached, siblings):
 def test_chunks_give_the_survivors_of_one_chunk(plain, window):
     settings = f'{{"budget": 256, "observation_window": {window}}}'
     plain.collective_rpc("probe_set_policy", args=(settings,))
-    prompt = prompts_of(700)[0]
+    prompt = prompts_of(467)[0]
     results = {}
-    # 233: three chunks and a last one of a single token.
+    # 233: two chunks and a last one of a single token.
     for chunk in (2048, 233, 64, 33):
         scheduler(plain).max_num_scheduled_tokens = chunk
         results[chunk] = outcome(plain, prompt, 32)

@@ -15,7 +15,7 @@ from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
 
 pytestmark = pytest.mark.engine
 
-BUDGET, NUM_TOKENS = 256, 64
+BUDGET, NUM_TOKENS = 256, 48
 LENGTHS = (300, 400, 900)
 SIZES = Sizes(heavy=128, recent=128, block=32)
 FACTORS = (None, 64), (1, 15), ("sum", "mean"), ("token", "block")
@@ -115,7 +115,7 @@ def test_budgets_by_head_equal_reference(block):
     assert len({head.budget for layer in sizes for head in layer}) > 4
     common = Sizes(heavy=BUDGET // 2, recent=BUDGET // 2, block=block)
     variant = Variant(64, 15, "mean", "token", sinks=0)
-    prompts = prompts_of(220, 300, 1100)
+    prompts = prompts_of(230, 300, 700)
     model = DenseLlama(folder)
     expected = [
         generate_densely(model, prompt, NUM_TOKENS, [variant], common, sizes)[0]
@@ -190,6 +190,8 @@ def assert_equal(llm, prompts, expected):
     survivors = list(llm.collective_rpc("probe_survivors")[0].values())
     assert len(survivors) == len(prompts)
     for i, result in enumerate(expected):
+        # Another processor sums in another order: logits then differ by about 1e-4.
+        assert result.margin > 1e-3, f"prompt {i} meets a tie: take another"
         assert tokens[i] == result.tokens, f"prompt {i}"
         wrong = _differences(survivors[i], result.heads)
         # Equal but for ties: float32 sums in another order decide them.

@@ -114,11 +114,11 @@ def server(tmp_path_factory):
 
 def test_completion_beyond_the_budget(server):
     (prompt,) = prompts_of(600)
-    done = server.complete(prompt, 100)
+    done = server.complete(prompt, 64)
     assert done.usage.prompt_tokens == 600
-    assert done.usage.completion_tokens == 100
+    assert done.usage.completion_tokens == 64
     assert done.choices[0].text.strip()
-    assert server.complete(prompt, 100).choices[0].text == done.choices[0].text
+    assert server.complete(prompt, 64).choices[0].text == done.choices[0].text
 
 
 def test_chat(server):
@@ -134,10 +134,10 @@ def test_chat(server):
 def test_stream(server):
     (prompt,) = prompts_of(300)
     chunks = [
-        chunk.choices[0].text for chunk in server.complete(prompt, 60, stream=True)
+        chunk.choices[0].text for chunk in server.complete(prompt, 32, stream=True)
     ]
     assert len(chunks) > 10
-    assert "".join(chunks) == server.complete(prompt, 60).choices[0].text
+    assert "".join(chunks) == server.complete(prompt, 32).choices[0].text
 
 
 def test_eight_clients_and_one_that_hangs_up(server):
@@ -150,31 +150,13 @@ def test_eight_clients_and_one_that_hangs_up(server):
                     if count == 5:
                         break
             return None
-        return server.complete(prompts[number], 80).usage.completion_tokens
+        return server.complete(prompts[number], 40).usage.completion_tokens
 
     with ThreadPoolExecutor(8) as clients:
         counts = list(clients.map(client, range(8)))
-    assert counts == [80, 80, 80, None, 80, 80, 80, 80]
+    assert counts == [40, 40, 40, None, 40, 40, 40, 40]
     server.wait_until_idle()
-    assert server.metrics()["vllm:generation_tokens_total"] > 7 * 80
-
-
-def test_bad_option_stops_the_server_before_it_loads():
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", ensure_model(), "--kv-policy", "h2o"]
-    command += ["--h2o-budget", "0"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "h2o_budget (--h2o-budget) is '0'" in done.stderr + done.stdout
-
-
-def test_help_shows_the_options():
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", "--help=H2O"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "--h2o-budget" in done.stdout
-    assert "in tokens" in done.stdout
-    assert "20%" in done.stdout
+    assert server.metrics()["vllm:generation_tokens_total"] > 7 * 40
 
 
 def test_counters_are_logged_at_shutdown(server):

@@ -15,7 +15,8 @@ from tests.engine.helpers import (
 
 pytestmark = pytest.mark.engine
 
-LENGTHS = (7, 64, 190, 333, 480, 900)
+LENGTHS = (7, 64, 190, 333, 480, 700)
+NUM_TOKENS = 64
 # Small chunks: prompts, transitions and decodes share most steps.
 OPTIONS = {"max_num_batched_tokens": 256, "max_model_len": 1024}
 
@@ -39,7 +40,7 @@ def stock(prompts):
             "scheduler": type(scheduler(llm)).__module__,
             "parts": llm.collective_rpc("probe_parts")[0],
             "additional_config": llm.llm_engine.vllm_config.additional_config,
-            "tokens": generate(llm, prompts, 96),
+            "tokens": generate(llm, prompts, NUM_TOKENS),
         }
 
 
@@ -57,7 +58,7 @@ def test_without_options_vllm_is_untouched(stock):
 def test_budget_that_never_binds_gives_stock_tokens(stock, prompts):
     """Where a request can not outgrow it, and where it could but ends before."""
     options = OPTIONS | {"max_model_len": 2048}
-    could, can_not = until(stock["tokens"]), [greedy(96)] * len(prompts)
+    could, can_not = until(stock["tokens"]), [greedy(NUM_TOKENS)] * len(prompts)
     mixed = [*could[:3], *can_not[3:]]
     expected = [cut(tokens) for tokens in stock["tokens"]]
     with engine(enable_h2o=True, h2o_budget=1024, **options) as llm:

@@ -63,10 +63,10 @@ CHUNKS = ({}, {"max_num_batched_tokens": 160, "long_prefill_token_threshold": 32
 
 CASES = [
     ("v1", 1, True),
-    ("v2", 1, False),
-    ("v2 graphs", 1, True),
+    ("v2 graphs", 1, False),
     pytest.param("v2", 0, True, marks=pytest.mark.slow),
-    pytest.param("v2 graphs", 1, False, marks=pytest.mark.slow),
+    pytest.param("v2", 1, False, marks=pytest.mark.slow),
+    pytest.param("v2 graphs", 1, True, marks=pytest.mark.slow),
 ]
 
 

@@ -208,12 +208,14 @@ class Head:
 class Result:
     """Tokens, survivors by layer and KV head, and losses of one variant.
 
-    `losses` are of the forced tokens, in nats.
+    `losses` are of the forced tokens, in nats. `margin` is the least by which a first
+    choice was ahead of the second, in logits.
     """
 
     tokens: list[int]
     heads: list[list[Head]]
     losses: list[float]
+    margin: float
 
 
 @torch.no_grad()
@@ -263,6 +265,7 @@ def generate(
         values[-1][:, :, :n] = v.transpose(0, 1)
     tokens: list[list[int]] = [[] for _ in variants]
     losses: list[list[float]] = [[] for _ in variants]
+    margins = [float("inf") for _ in variants]
 
     def next_tokens(logits: torch.Tensor) -> None:
         logprobs = logits.log_softmax(dim=-1)
@@ -270,6 +273,9 @@ def generate(
             token = forced[len(mine)] if forced else int(row.argmax())
             mine.append(token)
             lost.append(-float(row[token]))
+        best = logits.topk(2).values
+        for i, ahead in enumerate((best[:, 0] - best[:, 1]).tolist()):
+            margins[i] = min(margins[i], ahead)
 
     next_tokens(model.logits(x[-1]).expand(len(variants), -1))
     for position in range(n, n + num_tokens - 1):
@@ -294,4 +300,5 @@ def generate(
                     head.accumulate(attention[i, g].sum(dim=0))
             x = model.after_attention(x, mixed.flatten(1, 2), layer)
         next_tokens(model.logits(x))
-    return [Result(*parts) for parts in zip(tokens, heads, losses, strict=True)]
+    parts = zip(tokens, heads, losses, margins, strict=True)
+    return [Result(*part) for part in parts]
