@@ -60,6 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--suffix-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--pool-requests", type=int, default=4, help="full-length")
+    parser.add_argument("--model", type=Path, help="folder; default: SmolLM2-135M")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--budget", default="20%", help="tokens, or %% of the length")
     parser.add_argument("--rounds", type=int, default=2)
@@ -76,7 +77,7 @@ def turn(system: str, args: argparse.Namespace) -> dict[str, Any]:
     """
     from benchmarks.vllm_system import pool_bytes
 
-    model, port = str(ensure_model()), _free_port()
+    model, port = str(args.model or ensure_model()), _free_port()
     workload = Workload("chat", args.prefix_len + args.suffix_len, args.output_len)
     # The client's tokenizer may read a prompt as a few tokens more.
     max_model_len = workload.max_model_len + 64
@@ -116,7 +117,7 @@ def turn(system: str, args: argparse.Namespace) -> dict[str, Any]:
             done = subprocess.run(client, env=env, capture_output=True, text=True)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            process.wait(READY_SECONDS)
         if done.returncode:
             raise RuntimeError(f"{done.stderr[-2000:]}\n{log.read_text()[-2000:]}")
         return json.loads((Path(folder) / "result.json").read_text())

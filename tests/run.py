@@ -65,11 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         results = RESULTS / f"{part.name.replace(' ', '-')}.xml"
         results.unlink(missing_ok=True)
         start = time.monotonic()
-        failed |= bool(run(part, args.tier, results, options))
+        status = run(part, args.tier, results, options)
+        failed |= bool(status)
         seconds = time.monotonic() - start
-        found = read(results)
-        tests += found
-        lines.append(f"{part.name}: {len(found)} tests in {seconds:.0f} s")
+        tests += (found := read(results))
+        ended = f"{len(found)} tests" if found else f"no result, exit status {status},"
+        lines.append(f"{part.name}: {ended} in {seconds:.0f} s")
     say("\n".join(["", *slowest(tests), "", *lines, total(tests)]))
     return int(failed)
 

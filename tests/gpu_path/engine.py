@@ -1,6 +1,7 @@
 """Generate on one path and print the result: `python -m tests.gpu_path.engine JSON`.
 
-A process of its own, because the choice of triton and of the runner is the process's.
+CUDA's paths need a process of their own, because the choice of triton and of the runner
+is the process's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 H2O = "vllm_h2o.core.scheduler.H2OScheduler"
 WORKERS = {
@@ -22,8 +24,10 @@ WORKERS = {
 LENGTHS, NUM_TOKENS = (20, 90, 129, 33), 9
 
 
-def main(path: str, model: str, policy: dict, options: dict) -> None:
-    """Run an engine and print `{"tokens": ..., ...}`."""
+def result_of(
+    path: str, model: str, policy: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Run an engine; `{"tokens": ..., ...}`."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(path.startswith("v2")))
     if path != "cpu":
         import tests.gpu_path.interpreted  # noqa: F401
@@ -56,8 +60,8 @@ def main(path: str, model: str, policy: dict, options: dict) -> None:
             result["one_token_steps"] = llm.collective_rpc("probe_one_token_steps")[0]
         if "graphs" in path:
             result["graphs"] = llm.collective_rpc("probe_graphs")[0]
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    print(json.dumps(result_of(**json.loads(sys.argv[1]))))

@@ -5,7 +5,6 @@ their tokens, log-probabilities and survivors are those of the CPU path, whose k
 is C.
 """
 
-import functools
 import json
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import sys
 import pytest
 
 from tests.engine.tiny_models import _COMMON, _save
+from tests.gpu_path.engine import result_of
 from vllm_h2o.policy.profile import HeadProfile
 
 pytestmark = pytest.mark.engine
@@ -38,21 +38,20 @@ def profile(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module")
-def run(model):
-    """Result of a path, as `tests.gpu_path.engine` prints it; each only once."""
+@pytest.fixture
+def run(model, monkeypatch):
+    """Result of a path; of those of CUDA as `tests.gpu_path.engine` prints it."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 
-    @functools.cache
-    def cached(path, policy, options):
+    def run(path, policy, **options):
         request = {"path": path, "model": str(model)}
-        request |= {"policy": json.loads(policy), "options": json.loads(options)}
+        request |= {"policy": policy, "options": options}
+        if path == "cpu":
+            return json.loads(json.dumps(result_of(**request)))
         command = [sys.executable, "-m", "tests.gpu_path.engine", json.dumps(request)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1])
-
-    def run(path, policy, **options):
-        return cached(path, json.dumps(policy), json.dumps(options))
 
     return run
 
