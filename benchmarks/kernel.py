@@ -18,7 +18,7 @@ import ctypes
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
+from vllm_h2o.policy.profile import HeadProfile, allocate
 
 STREAM, STOCK, OURS, BY_HEAD, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
 SYSTEMS = (STREAM, STOCK, OURS, BY_HEAD, BARE)
@@ -59,6 +60,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="requests")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each")
     parser.add_argument("--layers", type=int, default=4, help="caches, an even number")
+    parser.add_argument("--profile", type=Path, help="of heads, instead of pairs")
+    longest = "that profiles are stretched to"
+    parser.add_argument("--max-model-len", type=int, default=8192, help=longest)
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
@@ -68,6 +72,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.layers % 2:
         parser.error(f"--layers is {args.layers}: heads lend between pairs, use even")
+    if args.profile and args.layers != HeadProfile.load(args.profile).num_layers:
+        parser.error(f"--layers is {args.layers}: give as many as {args.profile} has")
     return args
 
 
@@ -101,9 +107,10 @@ class State:
         config = H2OConfig(budget=self.context)
         layout = SlotLayout.of_blocks(config, size, columns)
         self.params = DecodeParams(layout, HEAD_SIZE**-0.5, 0.0, 1.0, True)
-        self.heads = _uneven_heads(self.layers, config, columns, size)
+        blocks = _uneven_blocks(args, columns)
+        self.heads = lent_heads(self.layers, blocks, columns, size, config)
         # Late enough that the head with the largest budget has filled it too.
-        self.position = 2 * self.context
+        self.position = max(2 * self.context, args.max_model_len)
         self.bytes = 2 * self.context * args.rows * NUM_KV_HEADS * HEAD_SIZE
         self.bytes *= dtype.itemsize * args.layers
         self.step = self._step()
@@ -152,7 +159,7 @@ class State:
                 None,
             )  # fmt: skip
 
-    def run_ours(self, heads: list[HeadSlots | None]) -> None:
+    def run_ours(self, heads: Sequence[HeadSlots | None]) -> None:
         """Our kernel, one step of every layer."""
         rows = ResidentRows(
             self.block_table,
@@ -181,14 +188,19 @@ def _full_cache(num_blocks: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return raw.as_strided(shape, (stride, size * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1))
 
 
-def _uneven_heads(
-    layers: list[Pages], config: H2OConfig, columns: int, size: int
-) -> list[HeadSlots | None]:
-    """Half, all and one and a half of the pages; the other way round next door."""
+def _uneven_blocks(args: argparse.Namespace, columns: int) -> list[list[int]]:
+    """`[layers][NUM_KV_HEADS]` blocks by the profile, or, without one:
+
+    Half, all and one and a half of the pages; the other way round next door.
+    """
+    if args.profile:
+        size, longest = args.block_size, args.max_model_len // args.block_size
+        profile = HeadProfile.load(args.profile)
+        profile = profile.stretched(longest * size, columns * size)
+        return allocate(profile, size, columns, longest, 1)
     few = max(columns // 2, 2)
     blocks = [[few, columns, 2 * columns - few], [2 * columns - few, columns, few]]
-    blocks *= len(layers) // 2
-    return [*lent_heads(layers, blocks, columns, size, config)]
+    return blocks * (args.layers // 2)
 
 
 def _stream_library() -> Callable[..., int]:

@@ -187,7 +187,8 @@ def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfil
     rounded = [
         [[float(f"{e:.4g}") for e in head] for head in layer] for layer in errors
     ]
-    return HeadProfile(grid, rounded, f"{name}, {len(texts)} texts of {length} tokens")
+    source = f"{name}, {len(texts)} texts of {length} tokens"
+    return HeadProfile(grid, rounded, source, length)
 
 
 def main() -> None:

@@ -2,9 +2,12 @@
 
     make quality                          a small grid, about 20 minutes on two cores
     python -m benchmarks.quality --full   all of it (hours)
+    python -m benchmarks.quality --texts FOLDER --context 8128 --output FILE
 
 Appends to the CSV what is not in it yet, a row per measurement, and draws the
-pictures. A cell that fails is reported and left out; the rest goes on.
+pictures. A cell that fails is reported and left out; the rest goes on. The third form
+measures the loss over the .txt files of a folder, each a kind of its own, or with
+--context alone over other lengths of the usual kinds.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ FIELDS = (
 ).split(",")
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 TEXT_TOKENS, QUESTION_TOKENS = 2560, 960
+OTHER_SCORED_TOKENS = 512
+QUALITY_CSV = Path("benchmarks/results/quality.csv")
 LIST_TOKENS = 320
 """Of the tasks in which a 135M model loses its way in longer prompts."""
 
@@ -97,28 +102,51 @@ def main() -> None:
             f"{shown} ({time.monotonic() - start:.0f} s)",
             flush=True,
         )
-    from benchmarks.quality.plot import draw
+    if path == QUALITY_CSV:
+        from benchmarks.quality.plot import draw
 
-    draw(path)
+        draw(path)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="the whole grid")
     parser.add_argument("--model", default=None, help="a folder; SmolLM2-135M")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="benchmarks/results/quality.csv")
+    parser.add_argument("--texts", default="", help="a folder of .txt: their loss only")
+    parser.add_argument("--context", type=int, help="tokens of a text: the loss only")
+    parser.add_argument("--max-model-len", type=int, default=0, help="of the engine")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.1])
+    parser.add_argument("--output", help="a CSV; without the last four one is there")
     parser.add_argument("--references", help="keep the full cache's outputs here")
     parser.add_argument("--only", nargs="+", help="cells whose text has one of these")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.model = args.model or str(ensure_model())
+    if _loss_only(args) and not args.output:
+        parser.error(
+            "--texts, --context and --max-model-len need an --output: their rows "
+            "would read like those of the usual grid"
+        )
+    if args.context is not None and args.context <= OTHER_SCORED_TOKENS:
+        parser.error(
+            f"--context is {args.context}, but the last {OTHER_SCORED_TOKENS} tokens "
+            "are scored: give more"
+        )
+    args.output = args.output or str(QUALITY_CSV)
     return args
+
+
+def _loss_only(args: argparse.Namespace) -> bool:
+    return bool(args.texts or args.context or args.max_model_len)
 
 
 def grid(args: argparse.Namespace, folder: str) -> Iterator[Cell]:
     """The cells; the full cache first, which writes the references."""
     base = {"model": args.model, "seed": args.seed, "references": folder}
+    if _loss_only(args):
+        yield from _other_losses(args, base)
+        return
     yield from _losses(args.full, base)
     yield from _retrievals(args.full, base)
     if args.full:
@@ -146,6 +174,20 @@ def _losses(full: bool, base: dict) -> Iterator[Cell]:
         budget = tokens_of(fraction, TEXT_TOKENS)
         for policy in SHARED:
             yield Cell(BLOCKS, policy, budget_tokens=budget, **work)
+
+
+def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
+    work = base | {
+        "work": LOSS,
+        "context_tokens": args.context or TEXT_TOKENS,
+        "scored_tokens": OTHER_SCORED_TOKENS,
+        "texts": args.texts,
+        "max_model_len": args.max_model_len,
+    }
+    yield Cell(ENGINE, FULL, budget_tokens=0, **work)
+    for fraction in args.budgets:
+        yield from _ours([H2O, UNIFORM], fraction, work)
+        yield from _peers(PRESSES[:1], fraction, work)
 
 
 def _retrievals(full: bool, base: dict) -> Iterator[Cell]:

@@ -16,7 +16,7 @@ from benchmarks.cells import ENGINE_ARGS
 from benchmarks.process import run_in_process
 from benchmarks.quality.reading import ForcedRecord
 from benchmarks.quality.tasks import Question, questions
-from benchmarks.quality.texts import KINDS, texts
+from benchmarks.quality.texts import kinds_of, texts
 from benchmarks.smollm2 import ensure_model
 
 FULL = "full"
@@ -50,6 +50,8 @@ class Cell:
         model: A folder.
         seed: Of the questions.
         references: Folder of the full cache's log-softmax per text, or "".
+        texts: Folder of .txt files, each a kind; "" for the kinds of `texts.py`.
+        max_model_len: Of the engine; 0: what the texts need.
     """
 
     system: str
@@ -68,6 +70,8 @@ class Cell:
     model: str = field(default_factory=lambda: str(ensure_model()))
     seed: int = 0
     references: str = ""
+    texts: str = ""
+    max_model_len: int = 0
 
     @property
     def name(self) -> str:
@@ -79,7 +83,7 @@ class Cell:
         """Predictions, questions per task or texts behind its first metric."""
         if self.work == RETRIEVAL:
             return len(self.depths) * self.per_depth
-        texts = len(KINDS) * self.per_kind
+        texts = len(kinds_of(self.texts)) * self.per_kind
         return texts * self.scored_tokens if self.work == LOSS else texts
 
 
@@ -116,7 +120,7 @@ def run(cell: Cell) -> Rows:
 
 
 def _loss(cell: Cell, system: Any) -> Rows:
-    found = texts(system.tokenizer, cell.context_tokens, cell.per_kind)
+    found = texts(system.tokenizer, cell.context_tokens, cell.per_kind, cell.texts)
     cut = cell.context_tokens - cell.scored_tokens
     samples = [tokens for kind in found.values() for tokens in kind]
     references = [Path(cell.references) / f"{i}.npy" for i in range(len(samples))]

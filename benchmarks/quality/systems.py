@@ -69,7 +69,7 @@ class Engine:
         self.policy = cell.policy
         self.llm = LLM(
             cell.model,
-            max_model_len=cell.context_tokens + 64,
+            max_model_len=cell.max_model_len or cell.context_tokens + 64,
             enable_prefix_caching=False,
             logits_processors=["benchmarks.forcing:ForcedTokens"],
             **ENGINE_ARGS,

@@ -151,14 +151,33 @@ KINDS: dict[str, Callable[[], list[str]]] = {
 }
 
 
-def texts(tokenizer, num_tokens: int, per_kind: int = 1) -> dict[str, list[list[int]]]:
+def kinds_of(folder: str) -> dict[str, Callable[[], list[str]]]:
+    """The kinds above, or with a folder its .txt files, each a kind of one text.
+
+    Raises:
+        ValueError: The folder has no .txt files.
+    """
+    if not folder:
+        return KINDS
+    files = sorted(Path(folder).glob("*.txt"))
+    if not files:
+        raise ValueError(f"--texts {folder} has no .txt files: give a folder of them")
+    return {file.stem: lambda file=file: [file.read_text()] for file in files}
+
+
+def texts(
+    tokenizer, num_tokens: int, per_kind: int = 1, folder: str = ""
+) -> dict[str, list[list[int]]]:
     """Token ids by kind: `per_kind` texts of exactly `num_tokens` each.
+
+    Args:
+        folder: Of texts in place of the kinds above, see `kinds_of`.
 
     Raises:
         ValueError: A kind has not that many texts of this length.
     """
     found: dict[str, list[list[int]]] = {}
-    for kind, source in KINDS.items():
+    for kind, source in kinds_of(folder).items():
         # Eight characters a token bound what has to be tokenized.
         candidates = (
             tokenizer(text[: 8 * num_tokens])["input_ids"][:num_tokens]

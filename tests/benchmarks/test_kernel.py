@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 import torch
 
 from benchmarks import kernel
+from vllm_h2o.policy.profile import HeadProfile
 
 
 def test_every_system_reads_in_turns(tmp_path):
@@ -31,3 +33,15 @@ def test_stock_and_bare_kernel_attend_alike():
     ours = state.step.output.clone()
     state.run(kernel.STOCK)
     torch.testing.assert_close(state.step.output, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_get_pages_by_a_profile(tmp_path, capsys):
+    poor, rich = [1e-6, 1e-6], [1.0, 1e-6]
+    file = tmp_path / "heads.json"
+    HeadProfile([32, 192], [[poor] * 3, [rich] * 3]).save(file)
+    options = ["--profile", str(file), "--max-model-len", "256", "--layers"]
+    args = kernel.parse_args([*options, "2"])
+    assert kernel._uneven_blocks(args, 4) == [[1] * 3, [7] * 3]
+    with pytest.raises(SystemExit):
+        kernel.parse_args([*options, "4"])
+    assert "give as many as" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The quality harness: texts, questions, records, the CSV; one real cell."""
 
-import argparse
 import csv
 import math
 
@@ -14,6 +13,7 @@ from benchmarks.quality.__main__ import (
     done,
     grid,
     key_of,
+    parse_args,
     read,
     tokens_of,
 )
@@ -104,7 +104,7 @@ def test_arithmetic():
 
 
 def arguments(full):
-    return argparse.Namespace(full=full, model=str(ensure_model()), seed=0)
+    return parse_args(["--full"] if full else [])
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -121,6 +121,24 @@ def test_grid_is_whole_and_starts_with_the_full_cache(full):
         for c in cells
     ]
     assert len(set(names)) == len(names)
+
+
+def test_texts_of_a_folder_in_an_engine_for_longer_ones(tokenizer, tmp_path, capsys):
+    (tmp_path / "verse.txt").write_text("la " * 1600)
+    found = texts(tokenizer, 700, folder=str(tmp_path))
+    assert [len(ids) for ids in found["verse"]] == [700]
+    options = f"--texts {tmp_path} --context 700 --max-model-len 8192".split()
+    args = parse_args([*options, "--output", "rows.csv", "--budgets", "0.5"])
+    full, ours, uniform, peer = grid(args, "folder")
+    assert (full.policy, full.samples) == (FULL, 512)
+    assert {cell.budget_tokens for cell in (ours, uniform, peer)} == {352}
+    for cell in (full, ours, uniform):
+        assert (cell.max_model_len, cell.texts) == (8192, str(tmp_path))
+    with pytest.raises(SystemExit):
+        parse_args(options)
+    assert "need an --output" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no .txt files: give a folder"):
+        texts(tokenizer, 700, folder=str(tmp_path / "nothing"))
 
 
 def test_csv_has_the_schema_and_is_resumed(tmp_path):

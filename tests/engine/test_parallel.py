@@ -61,7 +61,8 @@ def save_profile(model, num_kv_heads):
         for i in range(4)
     ]
     curves = [layer[:num_kv_heads] for layer in curves]
-    HeadProfile([64, 128, 512], curves).save(model / FILE_NAME)
+    profile = HeadProfile([64, 128, 512], curves, context_tokens=MAX_MODEL_LEN)
+    profile.save(model / FILE_NAME)
 
 
 @pytest.mark.parametrize("budgets", ["uniform", "by head"])

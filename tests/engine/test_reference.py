@@ -109,7 +109,7 @@ def test_budgets_by_head_equal_reference(block):
     vLLM's default on CPU are blocks of 128.
     """
     folder = ensure_model()
-    profile = HeadProfile.load(folder / FILE_NAME)
+    profile = HeadProfile.load(folder / FILE_NAME).stretched(2048, BUDGET)
     blocks = allocate(profile, block, BUDGET // block, 2048 // block, 1)
     sizes = [[own_sizes(n, block) for n in layer] for layer in blocks]
     assert len({head.budget for layer in sizes for head in layer}) > 4

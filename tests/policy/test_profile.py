@@ -68,6 +68,40 @@ def test_a_long_context_is_not_searched_where_nothing_was_measured():
     assert allocate(profile(*layers), 32, 8, 10**6, 1) == expected
 
 
+@pytest.mark.parametrize("budget_blocks", [4, 8, 16])
+def test_a_share_of_the_context_means_the_same_at_every_length(budget_blocks):
+    measured = profile([falling(0.3), falling(1e-4)], [falling(1.0), falling(0.1)])
+    assert measured.context_tokens == 1280
+    shares = []
+    for times in (1, 4, 16):
+        context, budget = times * 1280, times * 32 * budget_blocks
+        stretched = measured.stretched(context, budget)
+        shares.append(allocate(stretched, 32 * times, budget_blocks, 40, 1))
+        assert stretched.context_tokens >= context
+    assert shares[0] == shares[1] == shares[2]
+    assert len({n for layer in shares[0] for n in layer}) > 1
+
+
+def test_curves_reach_all_of_a_long_context():
+    """As they were measured they have nothing to say past 1024 tokens."""
+    hungry, flat = [1.0] * 5, [1e-6] * 5
+    measured = profile([hungry], *[[flat]] * 9)
+    assert allocate(measured, 32, 26, 256, 1) == [[26]] * 10
+    stretched = measured.stretched(256 * 32, 26 * 32)
+    assert allocate(stretched, 32, 26, 256, 1)[0] == [251]
+
+
+def test_an_ample_budget_stretches_the_curves_further():
+    measured = profile([falling(1.0)])
+    grids = [
+        measured.stretched(1280, round(share * 1280)).grid_tokens
+        for share in (0.05, 0.15, 0.3, 0.9)
+    ]
+    assert grids == [[*GRID, 1280]] * 2 + [[2 * n for n in (*GRID, 1280)]] * 2
+    # A shorter context does not shrink them.
+    assert measured.stretched(640, 64).grid_tokens == [*GRID, 1280]
+
+
 @pytest.mark.parametrize(
     "change, part",
     [
@@ -76,6 +110,7 @@ def test_a_long_context_is_not_searched_where_nothing_was_measured():
         ({"errors": [[[1.0, 2.0]], []]}, "same number of heads"),
         ({"errors": [[[1.0]]]}, "value for each"),
         ({"errors": [[[1.0, -2.0]]]}, "not negative"),
+        ({"context_tokens": 100}, "context_tokens is 100"),
         ({"more": 1}, "more"),
     ],
 )

@@ -110,6 +110,8 @@ def _blocks(
     profile: HeadProfile, config: H2OConfig, layout: SlotLayout, max_blocks: int
 ) -> list[list[int]]:
     """`[num_layers][num_kv_heads]` blocks; see `split` for the arguments."""
+    longest = max_blocks * layout.block_size
+    profile = profile.stretched(longest, layout.budget)
     curves = json.dumps([profile.grid_tokens, profile.errors])
     fewest = SlotLayout.fewest_blocks(config, layout.block_size)
     return _allocated(

@@ -13,8 +13,18 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 FILE_NAME = "h2o_heads.json"
 """Where a model's folder holds its profile."""
+
+SCARCE_SHARE, MOST_STRETCH = 0.15, 2.0
+"""Of `HeadProfile.stretched`: on SmolLM2 and the texts of `benchmarks/quality` no
+other factor lost less at 10, 15, 20 and 30 % of the context."""
+
+Curve = npt.NDArray[np.float64]
+"""Error of a KV head by its blocks, falling."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +36,13 @@ class HeadProfile:
         errors: `[num_layers, num_kv_heads, n]` squared error of the head's
             contribution to the residual stream over the stream's squared norm.
         measured_on: What it was measured on, for people.
+        context_tokens: Tokens of the texts; 0: the grid ends at 80 % of them.
     """
 
     grid_tokens: list[int]
     errors: list[list[list[float]]]
     measured_on: str = ""
+    context_tokens: int = 0
 
     def __post_init__(self) -> None:
         grid = self.grid_tokens
@@ -44,6 +56,13 @@ class HeadProfile:
             raise ValueError("errors must have a value for each of grid_tokens")
         if not all(0.0 <= e < math.inf for curve in curves for e in curve):
             raise ValueError("errors must be finite and not negative")
+        if not self.context_tokens:
+            object.__setattr__(self, "context_tokens", round(grid[-1] / 0.8))
+        if self.context_tokens < grid[-1]:
+            raise ValueError(
+                f"context_tokens is {self.context_tokens}: it must not be below the "
+                f"last of grid_tokens, {grid[-1]}"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -54,6 +73,27 @@ class HeadProfile:
     def num_kv_heads(self) -> int:
         """KV heads of a layer, of all tensor-parallel ranks together."""
         return len(self.errors[0])
+
+    def stretched(self, context_tokens: int, budget_tokens: int) -> HeadProfile:
+        """The curves for requests that are longer than the texts were.
+
+        A share of the context is taken to mean the same at every length, and an error
+        of 0 where all of the context is kept. A budget of more than `SCARCE_SHARE`
+        stretches the curves in proportion, so that the heads that need most get all
+        they can use: what they look up far back is little in the mean error and much
+        in the answers.
+
+        Args:
+            context_tokens: Of the longest request.
+            budget_tokens: Of a head on average.
+        """
+        ample = budget_tokens / context_tokens / SCARCE_SHARE
+        factor = max(1.0, context_tokens / self.context_tokens)
+        factor *= min(max(1.0, ample), MOST_STRETCH)
+        grid = [round(tokens * factor) for tokens in self.grid_tokens]
+        whole = round(self.context_tokens * factor)
+        errors = [[[*curve, 0.0] for curve in layer] for layer in self.errors]
+        return HeadProfile([*grid, whole], errors, self.measured_on, whole)
 
     @classmethod
     def load(cls, path: Path) -> HeadProfile:
@@ -116,31 +156,14 @@ def allocate(
 
 def _curve(
     grid: list[int], errors: list[float], block_size: int, counts: range
-) -> list[float]:
+) -> Curve:
     """Error at each count of blocks: log-log interpolation, falling."""
-    points = [
-        (math.log(tokens), math.log(max(error, 1e-12)))
-        for tokens, error in zip(grid, errors, strict=True)
-    ]
-    curve = [
-        math.exp(_interpolate(points, math.log(blocks * block_size)))
-        for blocks in counts
-    ]
-    for i in range(1, len(curve)):
-        curve[i] = min(curve[i], curve[i - 1])
-    return curve
+    tokens = np.array(counts) * block_size
+    logs = np.interp(np.log(tokens), np.log(grid), np.log(np.maximum(errors, 1e-12)))
+    return np.minimum.accumulate(np.exp(logs))
 
 
-def _interpolate(points: list[tuple[float, float]], x: float) -> float:
-    if x <= points[0][0]:
-        return points[0][1]
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
-
-
-def _spend(curves: list[list[float]], total: int, fewest: int, most: int) -> list[int]:
+def _spend(curves: list[Curve], total: int, fewest: int, most: int) -> list[int]:
     """Blocks per curve, `total` together: the steepest average fall goes first.
 
     A curve starts at `fewest` blocks, none gets more than `most`.
@@ -165,14 +188,14 @@ def _spend(curves: list[list[float]], total: int, fewest: int, most: int) -> lis
     return given
 
 
-def _steepest(curve: list[float], start: int, most: int) -> tuple[float, int]:
+def _steepest(curve: Curve, start: int, most: int) -> tuple[float, int]:
     """The steepest average fall from `start` on, and over how many blocks."""
-    best, step = 0.0, 0
-    for n in range(1, min(most, len(curve) - 1 - start) + 1):
-        fall = (curve[start] - curve[start + n]) / n
-        if fall > best:
-            best, step = fall, n
-    return best, step
+    errors = curve[start + 1 : start + 1 + most]
+    if not len(errors):
+        return 0.0, 0
+    falls = (curve[start] - errors) / np.arange(1, len(errors) + 1)
+    step = int(falls.argmax())
+    return float(falls[step]), step + 1
 
 
 def _spread(given: list[int], left: int, most: int) -> None:
