@@ -60,9 +60,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="requests")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each")
     parser.add_argument("--layers", type=int, default=4, help="caches, an even number")
-    parser.add_argument("--profile", type=Path, help="of heads, instead of pairs")
-    longest = "that profiles are stretched to"
-    parser.add_argument("--max-model-len", type=int, default=8192, help=longest)
+    parser.add_argument(
+        "--profile", type=Path, help="a head profile says who gets how many pages"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, default=8192, help="of --profile's requests"
+    )
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

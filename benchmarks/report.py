@@ -148,10 +148,10 @@ def systems_table(systems: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def write_json(args: argparse.Namespace, **result: Any) -> None:
     """Write what a benchmark found, and with which options, to `args.output`."""
-    options = vars(args) | {"output": str(args.output)}
-    whole = {"options": options, "hardware": hardware(), **result}
+    whole = {"options": vars(args), "hardware": hardware(), **result}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(whole, indent=1))
+    # Paths, which options may be, become text.
+    args.output.write_text(json.dumps(whole, indent=1, default=str))
     print(f"written to {args.output}")
 
 

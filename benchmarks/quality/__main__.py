@@ -7,7 +7,8 @@
 Appends to the CSV what is not in it yet, a row per measurement, and draws the
 pictures. A cell that fails is reported and left out; the rest goes on. The third form
 measures the loss over the .txt files of a folder, each a kind of its own, or with
---context alone over other lengths of the usual kinds.
+--context alone over other lengths of the usual kinds. A row does not say which texts
+and which engine it is from, so give each combination a FILE of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ FIELDS = (
 ).split(",")
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 TEXT_TOKENS, QUESTION_TOKENS = 2560, 960
-OTHER_SCORED_TOKENS = 512
+OTHER_BUDGETS, OTHER_SCORED_TOKENS = (0.2, 0.1), 512
 QUALITY_CSV = Path("benchmarks/results/quality.csv")
 LIST_TOKENS = 320
 """Of the tasks in which a 135M model loses its way in longer prompts."""
@@ -117,12 +118,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--texts", default="", help="a folder of .txt: their loss only")
     parser.add_argument("--context", type=int, help="tokens of a text: the loss only")
     parser.add_argument("--max-model-len", type=int, default=0, help="of the engine")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.1])
-    parser.add_argument("--output", help="a CSV; without the last four one is there")
+    parser.add_argument(
+        "--budgets", type=float, nargs="+", help="with these three; default: 0.2 0.1"
+    )
+    parser.add_argument("--output", help=f"a CSV; default, without them: {QUALITY_CSV}")
     parser.add_argument("--references", help="keep the full cache's outputs here")
     parser.add_argument("--only", nargs="+", help="cells whose text has one of these")
     args = parser.parse_args(argv)
     args.model = args.model or str(ensure_model())
+    if args.budgets and not _loss_only(args):
+        parser.error("--budgets needs --texts, --context or --max-model-len")
     if _loss_only(args) and not args.output:
         parser.error(
             "--texts, --context and --max-model-len need an --output: their rows "
@@ -185,7 +190,7 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
         "max_model_len": args.max_model_len,
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
-    for fraction in args.budgets:
+    for fraction in args.budgets or OTHER_BUDGETS:
         yield from _ours([H2O, UNIFORM], fraction, work)
         yield from _peers(PRESSES[:1], fraction, work)
 

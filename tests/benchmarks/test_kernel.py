@@ -42,6 +42,13 @@ def test_heads_get_pages_by_a_profile(tmp_path, capsys):
     options = ["--profile", str(file), "--max-model-len", "256", "--layers"]
     args = kernel.parse_args([*options, "2"])
     assert kernel._uneven_blocks(args, 4) == [[1] * 3, [7] * 3]
+    sizes = "2 --rows 1 --context 128 --rounds 1 --dtypes float32 --threads 1".split()
+    output, threads = tmp_path / "kernel.json", torch.get_num_threads()
+    try:
+        kernel.main([*options, *sizes, "--output", str(output)])
+    finally:
+        torch.set_num_threads(threads)
+    assert json.loads(output.read_text())["options"]["profile"] == str(file)
     with pytest.raises(SystemExit):
         kernel.parse_args([*options, "4"])
     assert "give as many as" in capsys.readouterr().err

@@ -137,6 +137,9 @@ def test_texts_of_a_folder_in_an_engine_for_longer_ones(tokenizer, tmp_path, cap
     with pytest.raises(SystemExit):
         parse_args(options)
     assert "need an --output" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_args(["--budgets", "0.5"])
+    assert "--budgets needs --texts" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no .txt files: give a folder"):
         texts(tokenizer, 700, folder=str(tmp_path / "nothing"))
 

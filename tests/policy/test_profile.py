@@ -102,6 +102,14 @@ def test_an_ample_budget_stretches_the_curves_further():
     assert measured.stretched(640, 64).grid_tokens == [*GRID, 1280]
 
 
+def test_curves_that_end_at_the_whole_context_stay_as_they_are():
+    whole = HeadProfile(GRID, [[falling(1.0)]], context_tokens=GRID[-1])
+    assert whole.stretched(1024, 64) == whole
+    stretched = whole.stretched(4096, 400)
+    assert stretched.grid_tokens == [4 * n for n in GRID]
+    assert stretched.errors == whole.errors
+
+
 @pytest.mark.parametrize(
     "change, part",
     [
