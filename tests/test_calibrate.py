@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.smollm2 import ensure_model
-from vllm_h2o.calibrate import GRID_SHARES, OBSERVED, SINKS, main, measure
+from vllm_h2o.calibrate import main, measure
+from vllm_h2o.policy.errors import GRID_SHARES, OBSERVED, SINKS
 
 LENGTH = 2 * OBSERVED + 64
 

@@ -2,16 +2,9 @@
 
     python -m vllm_h2o.calibrate path/to/model --texts a.txt b.txt
 
-Runs on transformers, without vLLM, once per model; no training. For every KV head g
-of every full-attention layer and every budget B of a grid, over the last queries q
-of each text:
-
-    error[g, B] = mean over q of |W_o (o_B[q] - o[q])|^2 / |x[q]|^2
-
-with o the head's attention output, o_B the same over what a plain H2O keeps of the past
-with B slots (4 sinks, the highest mean probability over all earlier queries, the recent
-half; not the preset's choices, what counts is how heads compare), W_o its part of the
-output projection and x the residual stream after the layer.
+Runs on transformers, without vLLM, once per model; no training. For every KV head
+of every full-attention layer and every budget of a grid: the errors of
+`vllm_h2o.policy.errors`, over the squared norm of the residual stream after the layer.
 `vllm_h2o.policy.profile.allocate` spends budgets by it. Write it next to the model's
 weights (the default) and `--h2o-head-budgets auto` finds it.
 """
@@ -26,18 +19,10 @@ from typing import Any
 
 import torch
 
+from vllm_h2o.policy.errors import OBSERVED, grid_of, head_errors
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
-GRID_SHARES = (
-    0.00625, 0.0125, 0.025, 0.0375, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8,
-)  # fmt: skip
-"""Budgets of the grid, as shares of the context."""
 CONTEXT_TOKENS = 2560
-OBSERVED = 128
-"""Last queries of a text, whose outputs are compared."""
-STRIDE = 8
-"""One earlier query in so many scores: more would change nothing that shows."""
-SINKS = 4
 _ATTENTION = "h2o_calibration"
 
 
@@ -45,8 +30,8 @@ _ATTENTION = "h2o_calibration"
 class _Layer:
     """What is collected of one layer."""
 
-    differences: list[torch.Tensor] = field(default_factory=list)
-    errors: list[list[list[float]]] = field(default_factory=list)
+    changes: torch.Tensor | None = None
+    errors: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Measurement:
@@ -74,7 +59,7 @@ class _Measurement:
         n = query.shape[2]
         output = torch.empty_like(query)
         layer = self.layers.setdefault(module.layer_idx, _Layer())
-        layer.differences = []
+        layer.changes = None
         hidden = _hidden(n, sliding_window)
         for head in range(key.shape[1]):
             heads = slice(head * group, (head + 1) * group)
@@ -83,49 +68,22 @@ class _Measurement:
                 logits = softcap * torch.tanh(logits / softcap)
             probs = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
             output[0, heads] = probs @ value[0, head]
-            if not sliding_window:
-                weight = _output_weight(module).unflatten(1, (-1, query.shape[3]))
-                layer.differences.append(
-                    self._differences(probs, value[0, head], weight[:, heads])
-                )
+        if not sliding_window:
+            weight = _output_weight(module).T.unflatten(0, (key.shape[1], -1))
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            gram = weight @ weight.transpose(1, 2)
+            layer.changes = head_errors(
+                q, k, v, gram, scaling, softcap or 0.0, self.grid
+            )
         return output.transpose(1, 2), None
-
-    def _differences(
-        self, probs: torch.Tensor, value: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        """`[grid, OBSERVED]` squared change of what the head adds to the stream."""
-        n = probs.shape[1]
-        past = n - OBSERVED
-        seen = probs[:, :past:STRIDE].sum(dim=(0, 1))
-        # Of the queries 0, STRIDE, ... before `past`, those at or after a position.
-        queries = -(-past // STRIDE)
-        could_see = queries - (torch.arange(n) + STRIDE - 1) // STRIDE
-        score = seen / could_see.clamp(min=1)
-        score[:SINKS] = float("inf")
-        observed = probs[:, past:]
-        full = observed @ value
-        rows = []
-        for budget in self.grid:
-            kept = torch.zeros(n)
-            recent = min(budget // 2, past)
-            kept[past - recent :] = 1.0
-            older = score[: past - recent]
-            kept[older.topk(min(budget - recent, len(older))).indices] = 1.0
-            part = observed * kept
-            output = (part / part.sum(dim=-1, keepdim=True)) @ value
-            change = torch.einsum("hqd,xhd->qx", output - full, weight)
-            rows.append(change.pow(2).sum(dim=-1))
-        return torch.stack(rows)
 
     def after_layer(self, index: int, output: Any) -> None:
         """Relate the changes to the residual stream that the layer leaves."""
         stream = output[0] if isinstance(output, tuple) else output
         norm = stream[0, -OBSERVED:].float().pow(2).sum(dim=-1)
         layer = self.layers.get(index)  # None: not attention
-        if layer is not None and layer.differences:
-            layer.errors.append(
-                [(rows / norm).mean(dim=1).tolist() for rows in layer.differences]
-            )
+        if layer is not None and layer.changes is not None:
+            layer.errors.append((layer.changes / norm).mean(dim=-1))
 
 
 def _output_weight(module: Any) -> torch.Tensor:
@@ -170,7 +128,7 @@ def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfil
             f"more than {2 * OBSERVED} tokens"
         )
     (length,) = lengths
-    grid = sorted({max(2 * SINKS, round(share * length)) for share in GRID_SHARES})
+    grid = grid_of(length)
     measurement = _Measurement(grid)
     AttentionInterface.register(_ATTENTION, measurement.attend)
     model.set_attn_implementation(_ATTENTION)
@@ -182,7 +140,7 @@ def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfil
         model(input_ids=torch.tensor([list(text)]), use_cache=False, logits_to_keep=1)
     evicting = [layer.errors for _, layer in sorted(measurement.layers.items())]
     errors = [
-        torch.tensor(per_text).mean(dim=0).tolist() for per_text in evicting if per_text
+        torch.stack(per_text).mean(dim=0).tolist() for per_text in evicting if per_text
     ]
     rounded = [
         [[float(f"{e:.4g}") for e in head] for head in layer] for layer in errors

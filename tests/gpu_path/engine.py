@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ LENGTHS, NUM_TOKENS = (20, 90, 129, 33), 9
 
 
 def result_of(
-    path: str, model: str, policy: dict[str, Any], options: dict[str, Any]
+    path: str,
+    model: str,
+    policy: dict[str, Any],
+    options: dict[str, Any],
+    lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, Any]:
-    """Run an engine; `{"tokens": ..., ...}`."""
+    """Run an engine on prompts of these lengths; `{"tokens": ..., ...}`."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(path.startswith("v2")))
     if path != "cpu":
         import tests.gpu_path.interpreted  # noqa: F401
@@ -45,7 +50,7 @@ def result_of(
             result["warmed_up"] = llm.collective_rpc("probe_ops")[0]
         llm.collective_rpc("probe_watch")
         parameters = greedy(NUM_TOKENS, logprobs=0, flat_logprobs=True)
-        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(*LENGTHS)]
+        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(*lengths)]
         outputs = [x.outputs[0] for x in llm.generate(prompts, parameters)]
         result["tokens"] = [list(output.token_ids) for output in outputs]
         result["logprobs"] = [list(output.logprobs.logprobs) for output in outputs]
@@ -53,6 +58,8 @@ def result_of(
         survivors = llm.collective_rpc("probe_survivors")[0]
         result["survivors"] = [survivors[name] for name in sorted(survivors)]
         assert_pool_whole(llm)
+        profile = llm.collective_rpc("h2o_profile")[0]
+        result["errors"] = profile and profile.errors
         result["stats"] = llm.collective_rpc("h2o_stats")[0]
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         result["runner"] = type(runner).__module__

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tests.engine.tiny_models import _COMMON, _save
-from tests.gpu_path.engine import result_of
+from tests.gpu_path.engine import LENGTHS, result_of
 from vllm_h2o.policy.profile import HeadProfile
 
 pytestmark = pytest.mark.engine
@@ -43,8 +43,8 @@ def run(model, monkeypatch):
     """Result of a path; of those of CUDA as `tests.gpu_path.engine` prints it."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 
-    def run(path, policy, **options):
-        request = {"path": path, "model": str(model)}
+    def run(path, policy, lengths=LENGTHS, **options):
+        request = {"path": path, "model": str(model), "lengths": lengths}
         request |= {"policy": policy, "options": options}
         if path == "cpu":
             return json.loads(json.dumps(result_of(**request)))
@@ -94,3 +94,14 @@ def test_equals_the_cpu_path(run, profile, path, chunks, by_head):
         assert [False, False] in actual["one_token_steps"]
         assert [True, True] in actual["one_token_steps"]
         assert [False, True] not in actual["one_token_steps"]
+
+
+def test_runner_v2_measures_the_heads_that_v1_does(run):
+    policy = POLICY | {"head_budgets": "measure"}
+    expected, actual = (
+        run(path, policy, lengths=(20,), max_model_len=512) for path in ("cpu", "v2")
+    )
+    assert actual["runner"] == "vllm.v1.worker.cpu.model_runner"
+    for ours, theirs in zip(actual["errors"], expected["errors"], strict=True):
+        for ours_of_head, theirs_of_head in zip(ours, theirs, strict=True):
+            assert ours_of_head == pytest.approx(theirs_of_head, rel=0.02)

@@ -295,6 +295,36 @@ def test_missing_head_profile_is_named(model_of):
         args.create_engine_config()
 
 
+@pytest.mark.parametrize(
+    "option, flag",
+    [
+        ({"max_model_len": 256}, "--max-model-len=256"),
+        ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens=256"),
+    ],
+)
+def test_texts_too_short_to_measure_heads_are_refused(model_of, option, flag):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"block_size": 32} | option
+    args = EngineArgs(
+        kv_policy="h2o",
+        h2o_head_budgets="measure",
+        h2o_budget=128,
+        dtype="float32",
+        **options,
+    )
+    with pytest.raises(ValueError, match=f"measure with {flag}: use at least 512"):
+        args.create_engine_config()
+
+
+def test_heads_of_a_pipeline_are_not_measured(model_of):
+    """vLLM on CPU has no pipeline: change a config that it made."""
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"h2o_head_budgets": "measure"}
+    config = resolved(options)
+    config.parallel_config.pipeline_parallel_size = 2
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(ValueError, match="--h2o-head-budgets with --pipeline"):
+        check_vllm_config(config)
+
+
 def test_kv_connector_is_refused(model_of):
     transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_transfer_config": transfer}

@@ -27,6 +27,7 @@ from vllm_h2o.attention.ops import (
 )
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.prompt import observe_prompt
+from vllm_h2o.attention.reading import Reading
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
@@ -98,6 +99,8 @@ class H2OImpl(_Stock):
         """
         metadata = attn_metadata
         if not isinstance(metadata, H2OMetadata):
+            if isinstance(metadata, Reading):
+                return metadata.attend(layer, query, key, value, output)
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output,
                 output_scale, output_block_scale,

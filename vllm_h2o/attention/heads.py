@@ -8,18 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from vllm.utils.math_utils import cdiv
 
 from vllm_h2o.attention.ops import HeadSlots
 from vllm_h2o.core.settings import h2o_config
-from vllm_h2o.policy.config import AUTO, UNIFORM, H2OConfig
+from vllm_h2o.policy.config import AUTO, MEASURE, UNIFORM, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import PageOf, lend
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+_MEASURED: WeakValueDictionary[int, HeadProfile] = WeakValueDictionary()
+"""By the id of the engine's config; its worker holds both."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,26 @@ class LayerHeads:
 
 
 def profile_path(config: H2OConfig, model: str) -> Path | None:
-    """The profile's file, or None where all heads have the same budget."""
-    if config.head_budgets == UNIFORM:
+    """The profile's file; None where there is none to be read."""
+    if config.head_budgets in (UNIFORM, MEASURE):
         return None
     if config.head_budgets != AUTO:
         return Path(config.head_budgets)
     path = Path(model) / FILE_NAME
     return path if config.may_differ_by_head and path.is_file() else None
+
+
+def remember(vllm_config: VllmConfig, profile: HeadProfile) -> None:
+    """Have `profile_of` give what this engine's worker has measured, and holds."""
+    _MEASURED[id(vllm_config)] = profile
+
+
+def profile_of(vllm_config: VllmConfig) -> HeadProfile | None:
+    """The profile in force in this worker; None: all heads have the same budget."""
+    config = h2o_config(vllm_config)
+    assert config is not None
+    path = profile_path(config, vllm_config.model_config.model)
+    return HeadProfile.load(path) if path else _MEASURED.get(id(vllm_config))
 
 
 def largest_budget(vllm_config: VllmConfig) -> int:
@@ -62,11 +80,11 @@ def largest_budget(vllm_config: VllmConfig) -> int:
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
     layout = SlotLayout.from_config(config, block_size, max_model_len)
-    path = profile_path(config, vllm_config.model_config.model)
-    if path is None:
+    profile = profile_of(vllm_config)
+    if profile is None:
         return layout.budget
     longest = cdiv(max_model_len, block_size)
-    blocks = _blocks(HeadProfile.load(path), config, layout, longest)
+    blocks = _blocks(profile, config, layout, longest)
     return max(layout.budget, block_size * max(map(max, blocks)))
 
 

@@ -17,6 +17,7 @@ from vllm_h2o.plugin.engine_args import (
     check_version,
     needed_worker_cls,
 )
+from vllm_h2o.policy.config import MEASURE
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.profile import HeadProfile
 
@@ -217,13 +218,16 @@ def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
     from vllm_h2o.attention.heads import profile_path
 
     path = profile_path(config, vllm_config.model_config.model)
+    if path is None and config.head_budgets != MEASURE:
+        return
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        fix = "use --h2o-head-budgets uniform, or no pipeline"
+        _refuse("--h2o-head-budgets with --pipeline-parallel-size", stages, fix)
     if path is None:
+        _check_text_length(vllm_config)
         return
     profile = HeadProfile.load(path)
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        size = vllm_config.parallel_config.pipeline_parallel_size
-        fix = "use --h2o-head-budgets uniform, or no pipeline"
-        _refuse("--h2o-head-budgets with --pipeline-parallel-size", size, fix)
     kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
     if kinds is None:
         kinds = [
@@ -232,14 +236,24 @@ def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
     check_profile(profile, path, vllm_config, list(kinds).count("full_attention"))
 
 
+def _check_text_length(vllm_config: VllmConfig) -> None:
+    """Raise ValueError when the texts that measure the heads would be too short."""
+    from vllm_h2o.plugin.calibration import FEWEST_TOKENS, longest_step
+
+    option, length = longest_step(vllm_config)
+    if length < FEWEST_TOKENS:
+        fix = f"use at least {FEWEST_TOKENS}, or --h2o-head-budgets uniform"
+        _refuse(f"--h2o-head-budgets measure with {option}", length, fix)
+
+
 def check_profile(
-    profile: HeadProfile, path: Path, vllm_config: VllmConfig, num_layers: int
+    profile: HeadProfile, source: Path | str, vllm_config: VllmConfig, num_layers: int
 ) -> None:
     """Raise ValueError when a head profile is another model's."""
     num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
     if (profile.num_layers, profile.num_kv_heads) != (num_layers, num_kv_heads):
         raise ValueError(
-            f"h2o_head_budgets (--h2o-head-budgets): {path} is for "
+            f"h2o_head_budgets (--h2o-head-budgets): {source} is for "
             f"{profile.num_layers} layers of {profile.num_kv_heads} KV heads, this "
             f"model has {num_layers} of {num_kv_heads} with full attention: measure "
             "it with python -m vllm_h2o.calibrate, or use 'uniform'"

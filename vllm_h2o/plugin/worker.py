@@ -6,6 +6,7 @@ CUDA interface off for the whole process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
-from vllm_h2o.attention.heads import profile_path, split
+from vllm_h2o.attention.heads import profile_of, profile_path, remember, split
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
+from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.plugin.calibration import measure
 from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.validate import (
     check_kernel_block_size,
@@ -28,6 +31,7 @@ from vllm_h2o.plugin.validate import (
     check_profile,
     check_vllm_config,
 )
+from vllm_h2o.policy.config import MEASURE
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
@@ -53,6 +57,7 @@ class H2OWorker(_Stock):
         check_vllm_config(vllm_config)
         self._plan = ResidencyPlan(stats=H2OStats().as_dict())
         self._step = StepRows()
+        self._profile: HeadProfile | None = None
         self._warming_up = False
         self._backend = self.choose_backend(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
@@ -89,6 +94,40 @@ class H2OWorker(_Stock):
         with set_current_vllm_config(self.vllm_config):
             return super().get_kv_cache_spec()
 
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache; before it is there, heads are measured if asked."""
+        config = h2o_config(self.vllm_config)
+        assert config is not None
+        if config.head_budgets == MEASURE:
+            self._profile = self._measure()
+            remember(self.vllm_config, self._profile)
+        return super().determine_available_memory()
+
+    def _measure(self) -> HeadProfile:
+        layers = {
+            name: layer
+            for name, layer in self._h2o_layers.items()
+            if hasattr(_impl(layer), "h2o")
+        }
+        start = time.perf_counter()
+        try:
+            profile = measure(self.vllm_config, self.model_runner, layers)
+        except ValueError as error:
+            raise ValueError(
+                "h2o_head_budgets (--h2o-head-budgets) is 'measure', but this model's "
+                f"heads can not be measured: {error}; use 'uniform', or the file of a "
+                "profile"
+            ) from error
+        logger.info_once(
+            "H2O measured the heads in %.1f s: %s",
+            time.perf_counter() - start, profile.measured_on,
+        )  # fmt: skip
+        return profile
+
+    def h2o_profile(self) -> HeadProfile | None:
+        """The head profile in force; called by RPC."""
+        return profile_of(self.vllm_config)
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""
         check_kv_cache_config(self.vllm_config, kv_cache_config)
@@ -118,22 +157,29 @@ class H2OWorker(_Stock):
         Returns:
             The layers whose heads part ways.
         """
-        config = builder.spec.h2o
-        path = profile_path(config, self.vllm_config.model_config.model)
-        if path is None:
+        config, profile = builder.spec.h2o, profile_of(self.vllm_config)
+        if profile is None:
             return ()
+        path = profile_path(config, self.vllm_config.model_config.model)
+        source = path or profile.measured_on
         names = sorted(builder.layer_names, key=extract_layer_index)
         layers = [self._h2o_layers[name] for name in names]
         evicting = sum(len(other.layer_names) for _, other in self._h2o_builders())
         if len(layers) < evicting:
-            raise ValueError(
-                f"h2o_head_budgets (--h2o-head-budgets): {path} has budgets for "
-                f"{evicting} layers together, which vLLM has put into several KV "
-                "cache groups, because the model has fewer windowed layers: use "
-                "'uniform'"
+            several = (
+                f"{source} has budgets for {evicting} layers together, which vLLM has "
+                "put into several KV cache groups, because the model has fewer "
+                "windowed layers"
             )
-        profile = HeadProfile.load(path)
-        check_profile(profile, path, self.vllm_config, len(layers))
+            if path is None:
+                logger.warning_once(
+                    "H2O gives all KV heads the same budget: %s", several
+                )
+                return ()
+            raise ValueError(
+                f"h2o_head_budgets (--h2o-head-budgets): {several}: use 'uniform'"
+            )
+        check_profile(profile, source, self.vllm_config, len(layers))
         count = builder.spec.num_kv_heads
         # With fewer heads than ranks, neighbouring ranks have the same head.
         parallel = self.vllm_config.parallel_config
@@ -153,7 +199,7 @@ class H2OWorker(_Stock):
         budgets = [layout.budget for mine in heads for layout in mine.layouts]
         logger.info_once(
             "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
-            path, min(budgets), max(budgets), sum(budgets) // len(budgets),
+            source, min(budgets), max(budgets), sum(budgets) // len(budgets),
         )  # fmt: skip
         return layers
 

@@ -10,7 +10,7 @@ from typing import Any
 ALL_QUERIES = "all"
 """`observation_window` value: every prompt query scores (the H2O paper)."""
 
-UNIFORM, AUTO = "uniform", "auto"
+UNIFORM, AUTO, MEASURE = "uniform", "auto", "measure"
 """`head_budgets` values that are no file."""
 
 _OF_SCORES = ("observation_window", "pooling", "score", "score_decay")
@@ -42,8 +42,9 @@ class H2OConfig:
         score_decay: What an old score is multiplied by per new query.
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
-            (`vllm_h2o.policy.profile`), or `"auto"`: the profile in the model's
-            folder where there is one.
+            (`vllm_h2o.policy.profile`), `"auto"`: the profile in the model's
+            folder where there is one, or `"measure"`: what the engine measures
+            when it starts.
 
     Raises:
         ValueError: A value is out of range; the message names the option, the
@@ -74,7 +75,7 @@ class H2OConfig:
         _check_choice("score", self.score, _SCORES)
         _check_choice("eviction_unit", self.eviction_unit, _UNITS)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
-            fix = "use 'uniform', 'auto' or the file of a head profile"
+            fix = "use 'uniform', 'auto', 'measure' or the file of a head profile"
             raise _bad("head_budgets", self.head_budgets, fix)
         if self.eviction_unit == "block" and self.head_budgets not in (UNIFORM, AUTO):
             raise ValueError(

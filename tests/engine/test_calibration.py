@@ -1,0 +1,163 @@
+"""An engine that measures its own heads."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.helpers import engine, outcome
+from tests.engine.tiny_models import random_prompts, save_hybrid, save_llama
+from vllm_h2o.calibrate import measure
+from vllm_h2o.plugin.calibration import seeded_texts
+
+pytestmark = pytest.mark.engine
+
+MAX_MODEL_LEN = 1024
+OPTIONS = {
+    "kv_policy": "h2o",
+    "h2o_budget": 256,
+    "h2o_head_budgets": "measure",
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_batched_tokens": MAX_MODEL_LEN,
+    "skip_tokenizer_init": True,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def measured(llama):
+    """Errors of the llama, as an engine of one rank measures them."""
+    return errors_of(llama)
+
+
+def errors_of(model, **options):
+    """What an engine measures, `[layers, KV heads, grid]`; of all ranks the same."""
+    with engine(model, **(OPTIONS | options)) as llm:
+        first, *others = llm.collective_rpc("h2o_profile")
+    assert all(other == first for other in others)
+    return torch.tensor(first.errors)
+
+
+@pytest.mark.parametrize("save", [save_llama, save_hybrid])
+def test_curves_are_those_of_transformers_and_heads_get_budgets_by_them(tmp_path, save):
+    from transformers import AutoModelForCausalLM
+
+    model = save(tmp_path)
+    with engine(model, **OPTIONS) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+        texts = seeded_texts(llm.llm_engine.model_config, MAX_MODEL_LEN)
+        _, survivors = outcome(llm, random_prompts(700)[0], 8)
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected = measure(theirs, texts, "tiny")
+    assert profile.grid_tokens == expected.grid_tokens
+    assert profile.context_tokens == MAX_MODEL_LEN
+    found, wanted = (torch.tensor(p.errors) for p in (profile, expected))
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-7)
+    assert len({len(head) for layer in survivors for head in layer}) > 1
+
+
+def test_two_ranks_measure_what_one_does(llama, measured, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    torch.testing.assert_close(
+        errors_of(llama, **ranks), measured, rtol=0.02, atol=1e-7
+    )
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_head_measure_it_together(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    errors = errors_of(save_llama(tmp_path, num_key_value_heads=1), **ranks)
+    assert errors.shape[:2] == (4, 1)
+    assert (errors[..., 0] > errors[..., -1]).all()
+
+
+def test_with_lora_the_base_model_is_measured(llama, measured):
+    errors = errors_of(llama, enable_lora=True, max_lora_rank=8)
+    torch.testing.assert_close(errors, measured, rtol=1e-3, atol=1e-7)
+
+
+def test_quantized_weights_are_measured_as_they_are(llama, measured, tmp_path):
+    """int8 weights change the curves by little; a weight that is not read, by much."""
+    errors = errors_of(save_quantized(llama, tmp_path))
+    difference = (errors - measured).norm() / measured.norm()
+    assert 0 < difference < 0.1
+
+
+@pytest.mark.slow
+def test_a_compiled_engine_measures_as_an_eager_one(llama, measured):
+    """And serves, compiled: its code is not traced while the heads are measured."""
+    prompt = random_prompts(700)[0]
+    with engine(llama, **OPTIONS) as llm:
+        eager = outcome(llm, prompt, 8)
+    # In a process of its own, since compiled code does not go with its engine.
+    compiled = {"enforce_eager": False, "distributed_executor_backend": "mp"}
+    with engine(llama, **(OPTIONS | compiled)) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+        assert outcome(llm, prompt, 8) == eager
+    torch.testing.assert_close(
+        torch.tensor(profile.errors), measured, rtol=1e-3, atol=1e-7
+    )
+
+
+def test_heads_in_several_groups_keep_equal_budgets(tmp_path):
+    """What one group's heads want can not be lent from another's: said in the log."""
+    model = save_hybrid(tmp_path, windowed=1, full=3)
+    with engine(model, **OPTIONS) as llm:
+        _, survivors = outcome(llm, random_prompts(700)[0], 8)
+    assert {len(head) for layer in survivors for head in layer} == {256}
+
+
+def test_heads_that_write_nothing_are_refused(llama, tmp_path):
+    model = copied(llama, tmp_path)
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        if "o_proj" in name:
+            weight.zero_()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with (
+        pytest.raises(ValueError, match="can not be measured.*all zero.*'uniform'"),
+        engine(model, **OPTIONS),
+    ):
+        pass
+
+
+def copied(model, folder):
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def save_quantized(model, folder):
+    """The model with int8 weights, a scale per output channel."""
+    copied(model, folder)
+    weights = load_file(model / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weight = weights[name]
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        weights[name] = (weight / scale).round().to(torch.int8)
+        weights[f"{name}_scale"] = scale
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    channels = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    tokens = channels | {"strategy": "token", "dynamic": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": channels,
+        "input_activations": tokens,
+    }
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,206 @@
+"""The attention of texts that are read to measure a model's heads.
+
+A text runs through the loaded model with a `Reading` as the attention metadata of all
+layers: each attends densely, without a KV cache, and those that evict note what their
+heads would lose under each budget of a grid (`vllm_h2o.policy.errors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from vllm_h2o.policy.errors import OBSERVED, head_errors
+
+_TILE = 256
+"""Queries whose logits are held at a time where they have a soft cap."""
+
+
+class Reading:
+    """One text's attention metadata.
+
+    Attributes:
+        errors: By layer name `[num_kv_heads, len(grid)]` float32: this rank's errors
+            over the squared norm of the residual stream after the layer, mean over
+            the observed queries.
+    """
+
+    def __init__(
+        self, projections: Mapping[str, RowParallelLinear | None], grid: Sequence[int]
+    ) -> None:
+        """Measure the layers that `projections` names.
+
+        Args:
+            projections: Of every layer that evicts, by its name, the output
+                projection; None where it is not known: changes are then measured
+                before it, and over the norm of the layer's own output.
+            grid: Budgets in tokens.
+        """
+        self._projections, self._grid = projections, grid
+        self._changes: dict[str, torch.Tensor] = {}
+        self.errors: dict[str, torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of one layer over the whole text.
+
+        Args:
+            layer: vLLM's `Attention`.
+            query: `[n, num_heads, head_size]`, after RoPE.
+            key: `[n, num_kv_heads, head_size]`, after RoPE.
+            value: `[n, num_kv_heads, head_size_v]`.
+            output: `[n, num_heads, head_size_v]`, is filled.
+        """
+        impl, name = layer.impl, layer.layer_name
+        softcap = float(impl.logits_soft_cap or 0.0)
+        window = layer.sliding_window
+        if softcap:
+            _attend_in_tiles(query, key, value, output, impl.scale, softcap, window)
+        else:
+            _attend(query, key, value, output, impl.scale, window)
+        if name in self._projections:
+            gram = _gram(self._projections[name], key.shape[1], output)
+            change = head_errors(
+                query.float(), key.float(), value.float(), gram, impl.scale, softcap,
+                self._grid,
+            )  # fmt: skip
+            if self._projections[name] is None:
+                self._note(name, change, output.flatten(1))
+            else:
+                self._changes[name] = change
+        return output
+
+    def after_layer(self, name: str, output: Any) -> None:
+        """Relate the changes of a decoder layer to the stream that it leaves.
+
+        Called at once: the next layer's normalization may write over its input.
+
+        Args:
+            name: Of the decoder layer's attention.
+            output: What the decoder layer returned. Most of vLLM's return what they
+                add and the stream that it belongs to, to be summed by the next.
+        """
+        change = self._changes.pop(name, None)
+        if change is None:
+            return
+        parts = output if isinstance(output, tuple) else (output,)
+        stream = [x for x in parts if isinstance(x, torch.Tensor)]
+        alike = [x for x in stream if x.shape == stream[0].shape and x.ndim == 2]
+        if not alike:
+            raise ValueError(f"what the decoder layer of {name} returns is not known")
+        self._note(name, change, sum(x[-OBSERVED:].float() for x in alike))
+
+    def _note(self, name: str, change: torch.Tensor, stream: Any) -> None:
+        norm = stream[-OBSERVED:].float().pow(2).sum(dim=-1)
+        self.errors[name] = (change / norm).mean(dim=-1)
+
+
+def output_projection(model: nn.Module, layer: Any) -> RowParallelLinear | None:
+    """The linear layer that takes in what all heads of an attention put out.
+
+    The only one of its input's width below the nearest module around the attention
+    that has any, whatever the model calls it; None: there are several, or none.
+    """
+    path = _path(model, layer)
+    width = layer.impl.num_heads * layer.head_size_v
+    while path:
+        path = path.rpartition(".")[0]
+        found = [
+            module
+            for module in model.get_submodule(path).modules()
+            if isinstance(module, RowParallelLinear)
+            and module.input_size_per_partition == width
+        ]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def decoder_layer(model: nn.Module, layer: nn.Module) -> nn.Module:
+    """The decoder layer of an attention: its path ends at the first number.
+
+    Raises:
+        ValueError: The path has none.
+    """
+    parts = _path(model, layer).split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return model.get_submodule(".".join(parts[: i + 1]))
+    raise ValueError(f"{'.'.join(parts)!r} is in no numbered layer")
+
+
+def _path(model: nn.Module, layer: nn.Module) -> str:
+    return next((name for name, x in model.named_modules() if x is layer), "")
+
+
+def _gram(
+    projection: RowParallelLinear | None, num_kv_heads: int, output: torch.Tensor
+) -> torch.Tensor:
+    """`[num_kv_heads, width, width]` float32, see `policy.errors.head_errors`.
+
+    The projection is applied to unit vectors: packed or quantized, its weight can not
+    be read. They are as long as a typical output of a head, for which a quantized
+    layer may have a scale.
+    """
+    width = output[0].numel()
+    if projection is None:
+        share = width // num_kv_heads
+        return torch.eye(share, device=output.device).expand(num_kv_heads, -1, -1)
+    length = output.abs().mean().clamp(min=1e-6)
+    unit = torch.eye(width, dtype=output.dtype, device=output.device) * length
+    columns = projection.quant_method.apply(projection, unit, None).float() / length
+    own = columns.unflatten(0, (num_kv_heads, -1))
+    return own @ own.transpose(1, 2)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    positions = torch.arange(len(query), device=query.device)
+    mask = None if window is None else _visible(positions, len(key), window)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    output.copy_(attended[0].transpose(0, 1))
+
+
+def _attend_in_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int | None,
+) -> None:
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    for rows in torch.arange(len(query), device=query.device).split(_TILE):
+        logits = torch.einsum("qhd,thd->hqt", query[rows].float() * scale, keys)
+        logits = softcap * torch.tanh(logits / softcap)
+        logits.masked_fill_(~_visible(rows, len(key), window), float("-inf"))
+        attended = torch.einsum("hqt,thd->qhd", logits.softmax(dim=-1), values)
+        output[rows] = attended.to(output.dtype)
+
+
+def _visible(rows: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+    """`[rows, num_keys]` bool: the keys that these queries see."""
+    age = rows[:, None] - torch.arange(num_keys, device=rows.device)
+    return (age >= 0) if window is None else (age >= 0) & (age < window)

@@ -1,0 +1,169 @@
+"""A loaded model measures its own heads, before its KV cache is allocated.
+
+Each text is one pass of the model under vLLM's forward context, with a `Reading` as
+the attention metadata: one way for CPU and CUDA, runners V1 and V2. All ranks do
+alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_h2o.attention.reading import Reading, decoder_layer, output_projection
+from vllm_h2o.policy.errors import OBSERVED, grid_of
+from vllm_h2o.policy.profile import HeadProfile
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MOST_TOKENS, FEWEST_TOKENS = 2048, 4 * OBSERVED
+"""Of a text. 2048 is the least that vLLM's defaults let through in one step."""
+NUM_TEXTS = 4
+
+
+def measure(
+    vllm_config: VllmConfig, runner: Any, layers: Mapping[str, Any]
+) -> HeadProfile:
+    """Measure the profile of a model whose weights are loaded.
+
+    Args:
+        vllm_config: The engine's.
+        runner: vLLM's model runner, V1 or V2.
+        layers: The attention modules that evict, by name.
+
+    Raises:
+        ValueError: The model's modules are not those that its layers should have, or
+            what was measured is of no use.
+    """
+    length = min(longest_step(vllm_config)[1], MOST_TOKENS)
+    names = sorted(layers, key=extract_layer_index)
+    texts = seeded_texts(vllm_config.model_config, length)
+    first = get_tensor_model_parallel_rank() == 0
+    total = sum(
+        _stacked(vllm_config, runner, layers, names, ids)
+        for ids in tqdm(texts, desc="H2O reads", unit="text", disable=not first)
+    )
+    assert isinstance(total, torch.Tensor)
+    num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    errors = _of_all_ranks(total / len(texts), num_kv_heads)
+    if not errors.isfinite().all() or not errors.any():
+        raise ValueError("the errors of its heads are not finite, or all zero")
+    rounded = [
+        [[float(f"{e:.4g}") for e in head] for head in layer]
+        for layer in errors.tolist()
+    ]
+    source = f"this engine, {len(texts)} texts of {length} seeded ids"
+    return HeadProfile(grid_of(length), rounded, source, length)
+
+
+def longest_step(vllm_config: VllmConfig) -> tuple[str, int]:
+    """Tokens of the longest text that one step takes, and the option that says so."""
+    most = {
+        "--max-model-len": vllm_config.model_config.max_model_len,
+        "--max-num-batched-tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+    }
+    return min(most.items(), key=lambda item: item[1])
+
+
+def seeded_texts(model_config: Any, length: int) -> list[list[int]]:
+    """Token ids that every start has alike; each text says its first half twice.
+
+    So heads that look up what stood before show themselves.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = model_config.get_vocab_size()
+    # Special and unused tokens sit at both ends of a vocabulary.
+    low, high = size // 50, max(9 * size // 10, size // 50 + 1)
+    bos = getattr(model_config.hf_text_config, "bos_token_id", None)
+    start = [bos] if isinstance(bos, int) and 0 <= bos < size else []
+    texts = []
+    for _ in range(NUM_TEXTS):
+        half = torch.randint(low, high, ((length + 1) // 2,), generator=generator)
+        texts.append((start + 2 * half.tolist())[:length])
+    return texts
+
+
+def _stacked(
+    vllm_config: VllmConfig,
+    runner: Any,
+    layers: Mapping[str, Any],
+    names: Sequence[str],
+    ids: list[int],
+) -> torch.Tensor:
+    """`[layers, num_kv_heads of this rank, grid]` float32 errors on one text."""
+    model = runner.get_model()
+    projections = {name: output_projection(model, layers[name]) for name in names}
+    reading = Reading(projections, grid_of(len(ids)))
+    lengths = np.array([len(ids)], np.int32)
+    with (
+        torch.inference_mode(),
+        set_current_vllm_config(vllm_config),
+        _listening(model, layers, reading),
+        runner.maybe_select_dummy_loras(vllm_config.lora_config, lengths),
+        # Compiled code would be traced with this pass, for good.
+        set_forward_context(
+            reading, vllm_config, num_tokens=len(ids), skip_compiled=True
+        ),
+    ):
+        inputs = _inputs(vllm_config, model, torch.tensor(ids, device=runner.device))
+        model.forward(intermediate_tensors=None, **inputs)
+    if missing := set(names) - set(reading.errors):
+        raise ValueError(f"its layer {min(missing)} has not attended")
+    return torch.stack([reading.errors[name] for name in names])
+
+
+@contextmanager
+def _listening(
+    model: nn.Module, layers: Mapping[str, Any], reading: Reading
+) -> Iterator[None]:
+    """Tell the reading what decoder layers put out."""
+    hooks = [
+        decoder_layer(model, layer).register_forward_hook(
+            lambda _, __, output, name=name: reading.after_layer(name, output)
+        )
+        for name, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _inputs(
+    vllm_config: VllmConfig, model: Any, ids: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
+    """Arguments of `model.forward`, as vLLM's runners give them for text."""
+    config = vllm_config.model_config
+    positions = torch.arange(len(ids), device=ids.device)
+    if config.uses_mrope:
+        positions = positions.expand(3, -1)
+    if not config.supports_multimodal_inputs:
+        return {"input_ids": ids, "positions": positions, "inputs_embeds": None}
+    return {
+        "input_ids": ids if requires_raw_input_tokens(model) else None,
+        "positions": positions,
+        "inputs_embeds": model.embed_input_ids(ids),
+    }
+
+
+def _of_all_ranks(errors: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """`[layers, num_kv_heads, grid]` on the CPU, from this rank's part.
+
+    With fewer heads than ranks, neighbouring ranks have the same head and queries of
+    their own: the mean counts.
+    """
+    joined = get_tp_group().all_gather(errors.contiguous(), dim=1).cpu()
+    return joined.unflatten(1, (num_kv_heads, -1)).mean(dim=2)

@@ -1,0 +1,115 @@
+"""What a KV head loses under a budget: the errors that head profiles are made of.
+
+For a KV head g and a budget B, over the last queries q of a text:
+
+    error[g, B, q] = |W_g (o_B[q] - o[q])|^2
+
+with o the output of the head's query heads, o_B the same over what a plain H2O keeps
+of the past with B slots (4 sinks, the highest mean probability over all earlier
+queries, the recent half; not the preset's choices: what counts is how heads compare),
+and W_g the head's part of the output projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+GRID_SHARES = (
+    0.00625, 0.0125, 0.025, 0.0375, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8,
+)  # fmt: skip
+"""Budgets of the grid, as shares of the context."""
+OBSERVED = 128
+"""Last queries of a text, whose outputs are compared."""
+STRIDE = 8
+"""One earlier query in so many scores: more would change nothing that shows."""
+SINKS = 4
+
+
+def grid_of(context_tokens: int) -> list[int]:
+    """Budgets that are measured on texts of `context_tokens`, in tokens."""
+    return sorted({max(2 * SINKS, round(x * context_tokens)) for x in GRID_SHARES})
+
+
+def head_errors(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gram: torch.Tensor,
+    scale: float,
+    softcap: float,
+    grid: Sequence[int],
+) -> torch.Tensor:
+    """The errors of every KV head of one layer on one text.
+
+    Args:
+        query: `[n, num_heads, head_size]` float32, after RoPE; n above `OBSERVED`.
+        key: `[n, num_kv_heads, head_size]` float32, after RoPE.
+        value: `[n, num_kv_heads, head_size_v]` float32.
+        gram: `[num_kv_heads, width, width]` float32 `W_g^T W_g`, with width the
+            query heads of a KV head times head_size_v.
+        scale: Of the softmax.
+        softcap: Of the logits, 0.0 for none.
+        grid: Budgets in tokens.
+
+    Returns:
+        `[num_kv_heads, len(grid), OBSERVED]` float32.
+    """
+    group = query.shape[1] // key.shape[1]
+    errors = []
+    # A KV head at a time bounds the memory.
+    for head in range(key.shape[1]):
+        own = query[:, head * group : (head + 1) * group]
+        scored, observed = _probabilities(own, key[:, head], scale, softcap)
+        full = observed @ value[:, head]
+        for kept in _kept(scored, grid):
+            part = observed[..., kept]
+            output = (part / part.sum(dim=-1, keepdim=True)) @ value[kept, head]
+            change = (output - full).transpose(0, 1).flatten(1)
+            errors.append(((change @ gram[head]) * change).sum(dim=-1))
+    shape = (key.shape[1], len(grid), OBSERVED)
+    return torch.stack(errors).view(shape).clamp(min=0.0)
+
+
+def _probabilities(
+    query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the scoring and of the observed queries.
+
+    Args:
+        query: `[n, group, head_size]`.
+        key: `[n, head_size]`.
+
+    Returns:
+        `[group, (n - OBSERVED) / STRIDE, n]` and `[group, OBSERVED, n]`.
+    """
+    n = len(key)
+    positions = torch.arange(n, device=key.device)
+    rows = torch.cat([positions[: n - OBSERVED : STRIDE], positions[n - OBSERVED :]])
+    logits = query[rows].transpose(0, 1) @ key.T * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits.masked_fill_(positions > rows[:, None], float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    return probabilities[:, :-OBSERVED], probabilities[:, -OBSERVED:]
+
+
+def _kept(scored: torch.Tensor, grid: Sequence[int]) -> list[torch.Tensor]:
+    """For each budget the positions that the observed queries may see.
+
+    The observed ones are all among them.
+    """
+    _, queries, n = scored.shape
+    past = n - OBSERVED
+    positions = torch.arange(n, device=scored.device)
+    # Of the queries 0, STRIDE, ... before `past`, those at or after a position.
+    could_see = queries - (positions + STRIDE - 1) // STRIDE
+    score = scored.sum(dim=(0, 1)) / could_see.clamp(min=1)
+    score[:SINKS] = float("inf")
+    kept = []
+    for budget in grid:
+        start = past - min(budget // 2, past)
+        heavy = score[:start].topk(min(budget - (past - start), start)).indices
+        kept.append(torch.cat([heavy, positions[start:]]))
+    return kept
