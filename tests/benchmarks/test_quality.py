@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.quality import unseen
 from benchmarks.quality.__main__ import (
     FIELDS,
     csv_rows,
@@ -218,3 +219,22 @@ def test_a_cell_runs_and_eviction_costs_something(tmp_path, here):
 
 def _pair(row):
     return row[0], row[1]
+
+
+def test_unseen_texts_begin_a_quarter_into_their_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_H2O_CACHE", str(tmp_path))
+    for package, name, text in (
+        ("pci.ids", "usr/misc/pci.ids", "one\ntwo\nthree\nfour\n"),
+        ("postgresql-doc-15", "html/app-psql.html", "<p>a</p>\n" * 12),
+    ):
+        file = tmp_path / "texts" / package / name
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    folder = tmp_path / "out"
+    unseen.main([str(folder), "--kinds", "devices", "reference"])
+    assert (folder / "devices.txt").read_text() == "three\nfour\n"
+    assert (folder / "reference.txt").read_text().split() == ["a"] * 9
+    assert capsys.readouterr().out.count(".txt") == 2
+    file.unlink()
+    with pytest.raises(ValueError, match="has 0 files html/app-psql.html"):
+        unseen.unseen_text("reference")

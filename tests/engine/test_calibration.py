@@ -1,14 +1,19 @@
 """An engine that measures its own heads."""
 
+import functools
 import json
+import logging
 
 import pytest
 import torch
+import vllm.logger
 from safetensors.torch import load_file, save_file
 
-from tests.engine.helpers import engine, outcome
+from tests.engine.helpers import engine, generate, outcome
 from tests.engine.tiny_models import random_prompts, save_hybrid, save_llama
+from vllm_h2o.attention.ops import cpu
 from vllm_h2o.calibrate import measure
+from vllm_h2o.plugin import calibration, head_profiles
 from vllm_h2o.plugin.calibration import seeded_texts
 
 pytestmark = pytest.mark.engine
@@ -22,6 +27,7 @@ OPTIONS = {
     "max_num_batched_tokens": MAX_MODEL_LEN,
     "skip_tokenizer_init": True,
 }
+AUTO = {"h2o_head_budgets": "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,27 @@ def errors_of(model, **options):
     return torch.tensor(first.errors)
 
 
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch):
+    """A cache without profiles; `auto` measures, as it does by default."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "kernels").symlink_to(cpu._cache_folder())
+    monkeypatch.setenv("VLLM_H2O_CACHE", str(folder))
+    monkeypatch.delenv("VLLM_H2O_CALIBRATE")
+    return folder / "heads"
+
+
+@pytest.fixture
+def logged(caplog):
+    """What vLLM's loggers say, also once more."""
+    for each in ("info", "warning"):
+        getattr(vllm.logger, f"_print_{each}_once").cache_clear()
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield lambda: [(r.levelname, r.getMessage()) for r in caplog.records]
+    logger.removeHandler(caplog.handler)
+
+
 @pytest.mark.parametrize("save", [save_llama, save_hybrid])
 def test_curves_are_those_of_transformers_and_heads_get_budgets_by_them(tmp_path, save):
     from transformers import AutoModelForCausalLM
@@ -61,12 +88,104 @@ def test_curves_are_those_of_transformers_and_heads_get_budgets_by_them(tmp_path
     assert len({len(head) for layer in survivors for head in layer}) > 1
 
 
-def test_two_ranks_measure_what_one_does(llama, measured, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    torch.testing.assert_close(
-        errors_of(llama, **ranks), measured, rtol=0.02, atol=1e-7
-    )
+def test_two_ranks_measure_what_one_does(llama, measured, cache, monkeypatch):
+    """And one takes it from them."""
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+        errors = errors_of(llama, **AUTO, **ranks)
+    torch.testing.assert_close(errors, measured, rtol=0.02, atol=1e-7)
+    monkeypatch.setattr(head_profiles, "measure", must_not_measure)
+    assert errors_of(llama, **AUTO).equal(errors)
+
+
+def test_auto_measures_once(llama, measured, cache, tmp_path, monkeypatch):
+    """Whatever the path and the dtype; other weights are another model."""
+    assert errors_of(llama, **AUTO).equal(measured)
+    (file,) = cache.iterdir()
+    other = copied(llama, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(head_profiles, "measure", must_not_measure)
+        assert errors_of(other, **AUTO, dtype="bfloat16").equal(measured)
+    weights = load_file(other / "model.safetensors")
+    for weight in weights.values():
+        weight += 0.1 * weight.std() * torch.randn_like(weight)
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    changed = errors_of(other, **AUTO)
+    assert not changed.equal(measured)
+    assert len(list(cache.iterdir())) == 2
+    # What is asked for is measured anew, and kept.
+    file.unlink()
+    assert errors_of(llama).equal(measured)
+    assert file.exists()
+
+
+def must_not_measure(*_):
+    raise AssertionError("measured what the cache has")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["unwritable", "hurried", "slow", "broken"],
+)
+def test_auto_starts_where_it_can_not_measure_or_keep(
+    llama, measured, cache, tmp_path, monkeypatch, logged, case
+):
+    model = llama
+    if case == "unwritable":
+        cache.write_text("no folder")
+    elif case == "hurried":
+        hurried = functools.partial(calibration.measure, seconds=0.0)
+        monkeypatch.setattr(head_profiles, "measure", lambda *args: hurried(*args[:2]))
+    elif case == "slow":
+        monkeypatch.setattr(head_profiles, "MOST_SECONDS", 1e-9)
+    else:
+        model = without_output(llama, tmp_path)
+    with engine(model, **(OPTIONS | AUTO)) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+        generate(llm, random_prompts(700), 8)
+    said, level = {
+        "unwritable": ("set VLLM_H2O_CACHE", "WARNING"),
+        "hurried": ("1 texts of 1024", "INFO"),
+        "slow": ("would take over", "WARNING"),
+        "broken": ("all zero", "WARNING"),
+    }[case]
+    assert {name for name, message in logged() if said in message} == {level}
+    if case == "unwritable":
+        assert torch.tensor(profile.errors).equal(measured)
+    elif case == "hurried":
+        assert not torch.tensor(profile.errors).equal(measured)
+    else:
+        assert profile is None and not cache.exists()
+
+
+def test_texts_are_as_long_as_there_is_time_for_two():
+    """60 s in all."""
+    for seconds, tokens in ((0.001, 2048), (0.02, 1024), (0.05, 512), (0.06, 0)):
+        assert head_profiles.tokens_in_time(2048, seconds) == tokens
+    assert head_profiles.tokens_in_time(700, 0.04) == 700
+    assert head_profiles.tokens_in_time(700, 0.05) == 0
+
+
+@pytest.mark.slow
+def test_shorter_texts_are_read_again_when_there_is_time(
+    llama, measured, cache, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(head_profiles, "tokens_in_time", lambda *_: 512)
+        errors = errors_of(llama, **AUTO)
+        assert not errors.equal(measured)
+        assert errors_of(llama, **AUTO).equal(errors)
+    assert errors_of(llama, **AUTO).equal(measured)
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_models_of_transformers_are_measured(llama, measured):
+    # In a process of its own: vLLM changes classes of transformers for that.
+    apart = {"distributed_executor_backend": "mp"}
+    errors = errors_of(llama, model_impl="transformers", **apart)
+    torch.testing.assert_close(errors, measured, rtol=0.02, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -106,26 +225,33 @@ def test_a_compiled_engine_measures_as_an_eager_one(llama, measured):
     )
 
 
-def test_heads_in_several_groups_keep_equal_budgets(tmp_path):
-    """What one group's heads want can not be lent from another's: said in the log."""
+def test_heads_in_several_groups_keep_equal_budgets(tmp_path, logged):
+    """What one group's heads want can not be lent from another's."""
     model = save_hybrid(tmp_path, windowed=1, full=3)
     with engine(model, **OPTIONS) as llm:
         _, survivors = outcome(llm, random_prompts(700)[0], 8)
     assert {len(head) for layer in survivors for head in layer} == {256}
+    said = [level for level, message in logged() if "several KV cache gr" in message]
+    assert said == ["WARNING"]
 
 
 def test_heads_that_write_nothing_are_refused(llama, tmp_path):
-    model = copied(llama, tmp_path)
-    weights = load_file(model / "model.safetensors")
+    with (
+        pytest.raises(ValueError, match="can not be measured.*all zero.*'uniform'"),
+        engine(without_output(llama, tmp_path), **OPTIONS),
+    ):
+        pass
+
+
+def without_output(model, folder):
+    """The model with heads whose outputs go nowhere."""
+    copied(model, folder)
+    weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
         if "o_proj" in name:
             weight.zero_()
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    with (
-        pytest.raises(ValueError, match="can not be measured.*all zero.*'uniform'"),
-        engine(model, **OPTIONS),
-    ):
-        pass
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def copied(model, folder):

@@ -17,6 +17,7 @@ from tests.models import SMOLLM2
 from vllm_h2o.attention import cpu_backend
 from vllm_h2o.core.settings import h2o_config, parse_settings
 from vllm_h2o.plugin.engine_args import extend, translate
+from vllm_h2o.plugin.head_profiles import why_not_measured
 from vllm_h2o.plugin.validate import check_vllm_config
 from vllm_h2o.policy.config import PRESETS, H2OConfig, resolve_config
 from vllm_h2o.policy.layout import SlotLayout
@@ -315,7 +316,32 @@ def test_texts_too_short_to_measure_heads_are_refused(model_of, option, flag):
         args.create_engine_config()
 
 
-def test_heads_of_a_pipeline_are_not_measured(model_of):
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({}, ""),
+        ({"load_format": "dummy"}, "--load-format is dummy"),
+        ({"max_num_batched_tokens": 300}, "--max-num-batched-tokens is 300"),
+        ({"h2o_budget": 1024}, "the budget holds the longest request"),
+    ],
+)
+def test_heads_are_not_measured_where_it_is_of_no_use(
+    model_of, monkeypatch, options, why
+):
+    options = {"h2o_budget": 512, "dtype": "float32"} | options
+    args = EngineArgs(
+        kv_policy="h2o", **model_of("LlamaForCausalLM", **LLAMA), **options
+    )
+    config = args.create_engine_config()
+    policy = h2o_config(config)
+    assert policy.head_budgets == "auto"
+    assert "VLLM_H2O_CALIBRATE is 0" in why_not_measured(config, policy)
+    monkeypatch.delenv("VLLM_H2O_CALIBRATE")
+    assert why_not_measured(config, policy).startswith(why)
+    assert bool(why_not_measured(config, policy)) == bool(why)
+
+
+def test_heads_of_a_pipeline_are_not_measured(model_of, monkeypatch):
     """vLLM on CPU has no pipeline: change a config that it made."""
     options = model_of("LlamaForCausalLM", **LLAMA) | {"h2o_head_budgets": "measure"}
     config = resolved(options)
@@ -323,6 +349,8 @@ def test_heads_of_a_pipeline_are_not_measured(model_of):
     config.scheduler_config.async_scheduling = True
     with pytest.raises(ValueError, match="--h2o-head-budgets with --pipeline"):
         check_vllm_config(config)
+    monkeypatch.delenv("VLLM_H2O_CALIBRATE")
+    assert "no worker has all layers" in why_not_measured(config, h2o_config(config))
 
 
 def test_kv_connector_is_refused(model_of):

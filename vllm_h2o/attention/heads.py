@@ -60,9 +60,11 @@ def profile_path(config: H2OConfig, model: str) -> Path | None:
     return path if config.may_differ_by_head and path.is_file() else None
 
 
-def remember(vllm_config: VllmConfig, profile: HeadProfile) -> None:
-    """Have `profile_of` give what this engine's worker has measured, and holds."""
-    _MEASURED[id(vllm_config)] = profile
+def remember(vllm_config: VllmConfig, profile: HeadProfile | None) -> None:
+    """Have `profile_of` give what this engine's worker has found, and holds."""
+    _MEASURED.pop(id(vllm_config), None)  # Of an engine before this one.
+    if profile is not None:
+        _MEASURED[id(vllm_config)] = profile
 
 
 def profile_of(vllm_config: VllmConfig) -> HeadProfile | None:

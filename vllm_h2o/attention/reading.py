@@ -17,8 +17,11 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from vllm_h2o.policy.errors import OBSERVED, head_errors
 
+_FUSED_HEAD_SIZE = 256
+"""Above it, with a mask or with a soft cap torch has no attention on CUDA that does not
+hold the logits of all queries."""
 _TILE = 256
-"""Queries whose logits are held at a time where they have a soft cap."""
+"""Queries whose logits are held at a time then."""
 
 
 class Reading:
@@ -65,10 +68,12 @@ class Reading:
         impl, name = layer.impl, layer.layer_name
         softcap = float(impl.logits_soft_cap or 0.0)
         window = layer.sliding_window
-        if softcap:
+        if window is not None and window >= len(query):
+            window = None
+        if softcap or window or query.shape[2] > _FUSED_HEAD_SIZE:
             _attend_in_tiles(query, key, value, output, impl.scale, softcap, window)
         else:
-            _attend(query, key, value, output, impl.scale, window)
+            _attend(query, key, value, output, impl.scale)
         if name in self._projections:
             gram = _gram(self._projections[name], key.shape[1], output)
             change = head_errors(
@@ -94,10 +99,11 @@ class Reading:
         change = self._changes.pop(name, None)
         if change is None:
             return
-        parts = output if isinstance(output, tuple) else (output,)
-        stream = [x for x in parts if isinstance(x, torch.Tensor)]
-        alike = [x for x in stream if x.shape == stream[0].shape and x.ndim == 2]
-        if not alike:
+        parts = output if isinstance(output, tuple | list) else (output,)
+        # Transformers' layers have a batch of one in front.
+        flat = [x.flatten(0, -2) for x in parts if isinstance(x, torch.Tensor)]
+        alike = [x for x in flat if x.shape == flat[0].shape]
+        if not alike or len(alike[0]) < OBSERVED:
             raise ValueError(f"what the decoder layer of {name} returns is not known")
         self._note(name, change, sum(x[-OBSERVED:].float() for x in alike))
 
@@ -170,13 +176,10 @@ def _attend(
     value: torch.Tensor,
     output: torch.Tensor,
     scale: float,
-    window: int | None,
 ) -> None:
-    positions = torch.arange(len(query), device=query.device)
-    mask = None if window is None else _visible(positions, len(key), window)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     attended = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
     )
     output.copy_(attended[0].transpose(0, 1))
 
@@ -194,7 +197,8 @@ def _attend_in_tiles(
     keys, values = (x.float().repeat_interleave(group, 1) for x in (key, value))
     for rows in torch.arange(len(query), device=query.device).split(_TILE):
         logits = torch.einsum("qhd,thd->hqt", query[rows].float() * scale, keys)
-        logits = softcap * torch.tanh(logits / softcap)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
         logits.masked_fill_(~_visible(rows, len(key), window), float("-inf"))
         attended = torch.einsum("hqt,thd->qhd", logits.softmax(dim=-1), values)
         output[rows] = attended.to(output.dtype)

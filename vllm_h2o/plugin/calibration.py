@@ -7,8 +7,10 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,41 +33,121 @@ if TYPE_CHECKING:
 MOST_TOKENS, FEWEST_TOKENS = 2048, 4 * OBSERVED
 """Of a text. 2048 is the least that vLLM's defaults let through in one step."""
 NUM_TEXTS = 4
+ANSWERED_TOKENS, ANSWERS = 64, 512
+"""Ids that a model answers to, and how many numbers of its answers are compared."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in its worker.
+
+    Attributes:
+        vllm_config: The engine's.
+        runner: vLLM's model runner, V1 or V2.
+        layers: The attention modules that evict, by name.
+    """
+
+    vllm_config: VllmConfig
+    runner: Any
+    layers: Mapping[str, Any]
+
+    def read(self, reading: Reading, ids: list[int]) -> torch.Tensor:
+        """Run one text through the model.
+
+        Returns:
+            `[len(ids), hidden_size]`, the answers before the output embedding.
+        """
+        model, config = self.runner.get_model(), self.vllm_config
+        lengths = np.array([len(ids)], np.int32)
+        with (
+            torch.inference_mode(),
+            set_current_vllm_config(config),
+            self._listening(model, reading),
+            self.runner.maybe_select_dummy_loras(config.lora_config, lengths),
+            # Compiled code would be traced with this pass, for good.
+            set_forward_context(
+                reading, config, num_tokens=len(ids), skip_compiled=True
+            ),
+        ):
+            inputs = self._inputs(model, torch.tensor(ids, device=self.runner.device))
+            return model.forward(intermediate_tensors=None, **inputs)
+
+    @contextmanager
+    def _listening(self, model: nn.Module, reading: Reading) -> Iterator[None]:
+        """Tell the reading what decoder layers put out."""
+        hooks = [
+            decoder_layer(model, layer).register_forward_hook(
+                lambda _, __, output, name=name: reading.after_layer(name, output)
+            )
+            for name, layer in self.layers.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _inputs(self, model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """Arguments of `model.forward`, as vLLM's runners give them for text."""
+        config = self.vllm_config.model_config
+        positions = torch.arange(len(ids), device=ids.device)
+        if config.uses_mrope:
+            positions = positions.expand(3, -1)
+        if not config.supports_multimodal_inputs:
+            return {"input_ids": ids, "positions": positions, "inputs_embeds": None}
+        return {
+            "input_ids": ids if requires_raw_input_tokens(model) else None,
+            "positions": positions,
+            "inputs_embeds": model.embed_input_ids(ids),
+        }
 
 
 def measure(
-    vllm_config: VllmConfig, runner: Any, layers: Mapping[str, Any]
+    model: LoadedModel, text_tokens: int, seconds: float = float("inf")
 ) -> HeadProfile:
     """Measure the profile of a model whose weights are loaded.
 
     Args:
-        vllm_config: The engine's.
-        runner: vLLM's model runner, V1 or V2.
-        layers: The attention modules that evict, by name.
+        model: The model.
+        text_tokens: Tokens of a text, at least `FEWEST_TOKENS`.
+        seconds: No text is begun that would not be read within them, but the first.
 
     Raises:
         ValueError: The model's modules are not those that its layers should have, or
             what was measured is of no use.
     """
-    length = min(longest_step(vllm_config)[1], MOST_TOKENS)
-    names = sorted(layers, key=extract_layer_index)
-    texts = seeded_texts(vllm_config.model_config, length)
+    start, per_text = time.perf_counter(), []
+    texts = seeded_texts(model.vllm_config.model_config, text_tokens)
     first = get_tensor_model_parallel_rank() == 0
-    total = sum(
-        _stacked(vllm_config, runner, layers, names, ids)
-        for ids in tqdm(texts, desc="H2O reads", unit="text", disable=not first)
-    )
-    assert isinstance(total, torch.Tensor)
-    num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-    errors = _of_all_ranks(total / len(texts), num_kv_heads)
+    num_kv_heads = model.vllm_config.model_config.get_total_num_kv_heads()
+    for ids in tqdm(texts, desc="H2O reads", unit="text", disable=not first):
+        per_text.append(_of_all_ranks(_errors(model, ids), num_kv_heads))
+        spent = time.perf_counter() - start
+        if of_first_rank(spent + spent / len(per_text) > seconds):
+            break
+    errors = torch.stack(per_text).mean(dim=0)
     if not errors.isfinite().all() or not errors.any():
         raise ValueError("the errors of its heads are not finite, or all zero")
     rounded = [
         [[float(f"{e:.4g}") for e in head] for head in layer]
         for layer in errors.tolist()
     ]
-    source = f"this engine, {len(texts)} texts of {length} seeded ids"
-    return HeadProfile(grid_of(length), rounded, source, length)
+    source = f"{len(per_text)} texts of {text_tokens} seeded ids, read by an engine"
+    return HeadProfile(grid_of(text_tokens), rounded, source, text_tokens)
+
+
+def answers(model: LoadedModel) -> list[float]:
+    """What tells one model from another: a unit vector of `ANSWERS` numbers.
+
+    They are of the hidden states that the model answers to fixed ids with, less their
+    mean over the ids, which is much alike for models of one family.
+    """
+    (ids, *_) = seeded_texts(model.vllm_config.model_config, ANSWERED_TOKENS)
+    hidden = model.read(Reading({}, ()), ids).float().cpu()
+    numbers = (hidden - hidden.mean(dim=0)).flatten()
+    chosen = torch.linspace(0, numbers.numel() - 1, ANSWERS).long()
+    unit = nn.functional.normalize(numbers[chosen], dim=0)
+    return [float(f"{x:.4g}") for x in unit.tolist()]
 
 
 def longest_step(vllm_config: VllmConfig) -> tuple[str, int]:
@@ -95,68 +177,24 @@ def seeded_texts(model_config: Any, length: int) -> list[list[int]]:
     return texts
 
 
-def _stacked(
-    vllm_config: VllmConfig,
-    runner: Any,
-    layers: Mapping[str, Any],
-    names: Sequence[str],
-    ids: list[int],
-) -> torch.Tensor:
+def of_first_rank(mine: Any) -> Any:
+    """What the first tensor-parallel rank has, so that all decide alike."""
+    group = get_tp_group()
+    return mine if group.world_size == 1 else group.broadcast_object(mine, src=0)
+
+
+def _errors(model: LoadedModel, ids: list[int]) -> torch.Tensor:
     """`[layers, num_kv_heads of this rank, grid]` float32 errors on one text."""
-    model = runner.get_model()
-    projections = {name: output_projection(model, layers[name]) for name in names}
+    modules = model.runner.get_model()
+    names = sorted(model.layers, key=extract_layer_index)
+    projections = {
+        name: output_projection(modules, model.layers[name]) for name in names
+    }
     reading = Reading(projections, grid_of(len(ids)))
-    lengths = np.array([len(ids)], np.int32)
-    with (
-        torch.inference_mode(),
-        set_current_vllm_config(vllm_config),
-        _listening(model, layers, reading),
-        runner.maybe_select_dummy_loras(vllm_config.lora_config, lengths),
-        # Compiled code would be traced with this pass, for good.
-        set_forward_context(
-            reading, vllm_config, num_tokens=len(ids), skip_compiled=True
-        ),
-    ):
-        inputs = _inputs(vllm_config, model, torch.tensor(ids, device=runner.device))
-        model.forward(intermediate_tensors=None, **inputs)
+    model.read(reading, ids)
     if missing := set(names) - set(reading.errors):
         raise ValueError(f"its layer {min(missing)} has not attended")
     return torch.stack([reading.errors[name] for name in names])
-
-
-@contextmanager
-def _listening(
-    model: nn.Module, layers: Mapping[str, Any], reading: Reading
-) -> Iterator[None]:
-    """Tell the reading what decoder layers put out."""
-    hooks = [
-        decoder_layer(model, layer).register_forward_hook(
-            lambda _, __, output, name=name: reading.after_layer(name, output)
-        )
-        for name, layer in layers.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _inputs(
-    vllm_config: VllmConfig, model: Any, ids: torch.Tensor
-) -> dict[str, torch.Tensor | None]:
-    """Arguments of `model.forward`, as vLLM's runners give them for text."""
-    config = vllm_config.model_config
-    positions = torch.arange(len(ids), device=ids.device)
-    if config.uses_mrope:
-        positions = positions.expand(3, -1)
-    if not config.supports_multimodal_inputs:
-        return {"input_ids": ids, "positions": positions, "inputs_embeds": None}
-    return {
-        "input_ids": ids if requires_raw_input_tokens(model) else None,
-        "positions": positions,
-        "inputs_embeds": model.embed_input_ids(ids),
-    }
 
 
 def _of_all_ranks(errors: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

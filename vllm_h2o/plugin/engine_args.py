@@ -311,8 +311,9 @@ def add_cli_group(parser: Any) -> None:
     add(
         "h2o_head_budgets",
         "Share the budget among KV heads: 'uniform', the file of a profile (python "
-        "-m vllm_h2o.calibrate), 'auto': the profile in the model's folder, if any, or "
-        "'measure': what the engine measures when it starts.",
+        "-m vllm_h2o.calibrate), 'auto': the profile in the model's folder, else what "
+        "an engine has measured of the model at its first start, or 'measure': what "
+        "this one measures anew.",
     )
 
 

@@ -21,9 +21,10 @@ from vllm_h2o.attention.backend import H2OImpl
 from vllm_h2o.attention.heads import profile_of, profile_path, remember, split
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
-from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
-from vllm_h2o.plugin.calibration import measure
+from vllm_h2o.plugin.calibration import LoadedModel
+from vllm_h2o.plugin.head_profiles import profile_at_startup
 from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.validate import (
     check_kernel_block_size,
@@ -31,7 +32,6 @@ from vllm_h2o.plugin.validate import (
     check_profile,
     check_vllm_config,
 )
-from vllm_h2o.policy.config import MEASURE
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
@@ -95,34 +95,22 @@ class H2OWorker(_Stock):
             return super().get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache; before it is there, heads are measured if asked."""
-        config = h2o_config(self.vllm_config)
-        assert config is not None
-        if config.head_budgets == MEASURE:
-            self._profile = self._measure()
-            remember(self.vllm_config, self._profile)
-        return super().determine_available_memory()
-
-    def _measure(self) -> HeadProfile:
-        layers = {
-            name: layer
-            for name, layer in self._h2o_layers.items()
-            if hasattr(_impl(layer), "h2o")
+        """Bytes for the KV cache; before it is there, heads may be measured."""
+        evicting = {
+            name: self._h2o_layers[name]
+            for name, spec in self.get_kv_cache_spec().items()
+            if type(spec) is H2OAttentionSpec
         }
+        model = LoadedModel(self.vllm_config, self.model_runner, evicting)
         start = time.perf_counter()
-        try:
-            profile = measure(self.vllm_config, self.model_runner, layers)
-        except ValueError as error:
-            raise ValueError(
-                "h2o_head_budgets (--h2o-head-budgets) is 'measure', but this model's "
-                f"heads can not be measured: {error}; use 'uniform', or the file of a "
-                "profile"
-            ) from error
-        logger.info_once(
-            "H2O measured the heads in %.1f s: %s",
-            time.perf_counter() - start, profile.measured_on,
-        )  # fmt: skip
-        return profile
+        self._profile = profile_at_startup(model)
+        remember(self.vllm_config, self._profile)
+        if self._profile is not None:
+            logger.info_once(
+                "H2O has the profile of the heads, after %.1f s: %s",
+                time.perf_counter() - start, self._profile.measured_on,
+            )  # fmt: skip
+        return super().determine_available_memory()
 
     def h2o_profile(self) -> HeadProfile | None:
         """The head profile in force; called by RPC."""

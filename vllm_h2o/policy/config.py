@@ -43,8 +43,8 @@ class H2OConfig:
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
             (`vllm_h2o.policy.profile`), `"auto"`: the profile in the model's
-            folder where there is one, or `"measure"`: what the engine measures
-            when it starts.
+            folder, else one that an engine has measured, now or before, or
+            `"measure"`: what the engine measures now.
 
     Raises:
         ValueError: A value is out of range; the message names the option, the

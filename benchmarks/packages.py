@@ -1,0 +1,50 @@
+"""Where models and texts come from: PyPI's and Debian's packages, never a hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """Folder of everything derived: `$VLLM_H2O_CACHE`, else `~/.cache/vllm_h2o`."""
+    default = Path.home() / ".cache" / "vllm_h2o"
+    return Path(os.environ.get("VLLM_H2O_CACHE", default))
+
+
+def pypi(module: str, fix: str) -> Path:
+    """Folder of an installed module, without importing it.
+
+    Raises:
+        FileNotFoundError: It is not installed.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"the package {module} is not installed; fix: {fix}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def debian(package: str) -> Path:
+    """Root of an unpacked Debian package, fetched on first use, without root.
+
+    Raises:
+        FileNotFoundError: It could not be fetched.
+    """
+    target = cache_root() / "texts" / package
+    if target.exists():
+        return target
+    partial = target.with_suffix(".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        subprocess.run(["apt-get", "download", "-qq", package], cwd=partial, check=True)
+        (archive,) = partial.glob("*.deb")
+        subprocess.run(["dpkg", "-x", archive.name, "."], cwd=partial, check=True)
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        raise FileNotFoundError(
+            f"Debian's package {package} could not be fetched ({error}); fix: run "
+            f"on Debian or Ubuntu, or unpack the package into {target}"
+        ) from error
+    partial.rename(target)
+    return target

@@ -1,0 +1,98 @@
+"""Measured profiles are found by what the model answers, whole or not at all."""
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from vllm_h2o.plugin import profile_cache
+from vllm_h2o.plugin.profile_cache import ALIKE, keep
+from vllm_h2o.policy.profile import HeadProfile
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_H2O_CACHE", str(tmp_path))
+    return tmp_path / "heads"
+
+
+def profile(error, tokens=1024):
+    return HeadProfile([64, 512], [[[error, 0.1]] * 2] * 3, context_tokens=tokens)
+
+
+def answers(cosine=1.0):
+    """With this cosine to the answers (1, 0)."""
+    return [cosine, math.sqrt(1 - cosine**2)]
+
+
+def find(cosine=1.0, layers=3, heads=2):
+    found = profile_cache.find(answers(cosine), layers, heads)
+    return found and found[1]
+
+
+def test_the_nearest_answers_count_if_they_are_near():
+    assert find() is None
+    for cosine, error in ((1.0, 0.5), (0.99, 0.6), (0.9, 0.7)):
+        keep(answers(cosine), profile(error))
+    assert find(1.0) == profile(0.5)
+    assert find(0.9995) == profile(0.5)
+    assert find(0.991) == profile(0.6)
+    assert math.cos(math.acos(0.95) - math.acos(0.9)) < ALIKE
+    assert find(0.95) is None
+    assert find(layers=4) is None and find(heads=1) is None
+
+
+def test_of_files_of_one_model_the_one_from_longer_texts_counts(folder):
+    for tokens, cosine in ((1024, 1.0), (2048, 1 - 1e-7), (512, 1 - 2e-7)):
+        keep(answers(cosine), profile(0.5, tokens))
+    assert len(list(folder.iterdir())) == 3
+    assert find() == profile(0.5, 2048)
+    keep(answers(), profile(0.6, 4096))
+    assert find() == profile(0.6, 4096)
+    assert len(list(folder.iterdir())) == 3, "in place of the last"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"version": 2},
+        {"answers": None},
+        {"answers": ["x", 0.0]},
+        {"profile": None},
+        {"profile": {"grid_tokens": [64], "errors": [[[math.nan]] * 2] * 3}},
+        {"profile": {"grid_tokens": [64], "errors": [[[0.1]] * 2] * 4}},
+        "cut",
+        "no dictionary",
+    ],
+)
+def test_what_is_no_profile_is_left_alone(folder, damage):
+    path = keep(answers(), profile(0.5))
+    if isinstance(damage, dict):
+        content = json.loads(path.read_text()) | damage
+        path.write_text(json.dumps(content))
+    else:
+        whole = path.read_text()
+        path.write_text(whole[: len(whole) // 2] if damage == "cut" else "[]")
+    assert find() is None
+    keep(answers(), profile(0.5))
+    assert find() == profile(0.5)
+
+
+def test_a_file_that_can_not_be_written_leaves_nothing(folder, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(profile_cache.os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        keep(answers(), profile(0.5))
+    assert not list(folder.iterdir())
+
+
+def test_who_keeps_at_once_keeps_whole_files(folder):
+    profiles = [profile(0.5), profile(0.6)] * 40
+    with ThreadPoolExecutor(8) as pool:
+        kept = list(pool.map(lambda each: keep(answers(), each), profiles))
+    assert find() in profiles
+    assert list(folder.iterdir()) == list(set(kept))
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o644}

@@ -1,0 +1,211 @@
+"""At startup: which head profile an engine goes by, and where it is from.
+
+The user's file, or one beside the weights (`attention.heads.profile_path`), comes
+first. Without one `auto` looks into the cache, and measures what is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+
+from vllm_h2o.attention.heads import profile_path
+from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.plugin import profile_cache
+from vllm_h2o.plugin.calibration import (
+    ANSWERED_TOKENS,
+    FEWEST_TOKENS,
+    MOST_TOKENS,
+    LoadedModel,
+    answers,
+    longest_step,
+    measure,
+    of_first_rank,
+)
+from vllm_h2o.policy.config import AUTO, MEASURE, H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.profile import HeadProfile
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+MOST_SECONDS = 60
+"""That a start may take longer because `auto` measures."""
+CALIBRATE = "VLLM_H2O_CALIBRATE"
+"""Environment variable; at 0 the cache is not used, and `auto` takes files only."""
+_OFFLINE = "measure elsewhere with python -m vllm_h2o.calibrate and give the file"
+
+
+def profile_at_startup(model: LoadedModel) -> HeadProfile | None:
+    """Find or measure a profile, where none is in a file.
+
+    Args:
+        model: With its weights loaded, before its KV cache is allocated.
+
+    Returns:
+        The profile; None: there is a file, or all heads have the same budget.
+
+    Raises:
+        ValueError: The user asks to measure what can not be measured.
+    """
+    config = h2o_config(model.vllm_config)
+    assert config is not None
+    if config.head_budgets == MEASURE:
+        return _measured_as_asked(model)
+    if config.head_budgets != AUTO or not config.may_differ_by_head:
+        return None
+    file = profile_path(config, model.vllm_config.model_config.model)
+    # Ranks on other machines may see other files.
+    file, why = of_first_rank((file, why_not_measured(model.vllm_config, config)))
+    if file:
+        return None
+    if why:
+        logger.info_once("H2O gives all KV heads the same budget: %s", why)
+        return None
+    try:
+        return _found_or_measured(model)
+    except Exception as error:
+        parallel = model.vllm_config.parallel_config
+        if parallel.world_size_across_dp > 1 and not isinstance(error, ValueError):
+            raise  # Not all ranks may have failed, and others wait for this one.
+        # Its text only: vLLM remembers what it logged once, and an exception holds
+        # the frames that it went through, with the model in them.
+        said = f"{type(error).__name__}: {error}"
+    logger.warning_once(
+        "H2O could not measure this model's heads, all get the same budget: %s. "
+        "Quality is lower; %s, or silence this with --h2o-head-budgets uniform",
+        said, _OFFLINE,
+    )  # fmt: skip
+    return None
+
+
+def _measured_as_asked(model: LoadedModel) -> HeadProfile:
+    try:
+        return _kept(model, measure(model, _asked_tokens(model.vllm_config)))
+    except Exception as error:
+        raise ValueError(
+            "h2o_head_budgets (--h2o-head-budgets) is 'measure', but this model's "
+            f"heads can not be measured: {type(error).__name__}: {error}; use "
+            "'uniform', or the file of a profile"
+        ) from error
+
+
+def why_not_measured(vllm_config: VllmConfig, config: H2OConfig) -> str:
+    """Why `auto` does not look for a measured profile; empty: it does."""
+    longest = vllm_config.model_config.max_model_len
+    layout = SlotLayout.from_config(
+        config, vllm_config.cache_config.block_size, longest
+    )
+    option, tokens = longest_step(vllm_config)
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    cases = {
+        f"{CALIBRATE} is 0": not _uses_cache(),
+        "the budget holds the longest request": layout.budget >= longest,
+        f"--pipeline-parallel-size is {stages}, no worker has all layers": stages > 1,
+        "--load-format is dummy": vllm_config.load_config.load_format == "dummy",
+        f"{option} is {tokens}, to measure them takes {FEWEST_TOKENS}": (
+            tokens < FEWEST_TOKENS
+        ),
+    }
+    return next((why for why, holds in cases.items() if holds), "")
+
+
+def _uses_cache() -> bool:
+    return os.environ.get(CALIBRATE) != "0"
+
+
+def _asked_tokens(vllm_config: VllmConfig) -> int:
+    return min(longest_step(vllm_config)[1], MOST_TOKENS)
+
+
+def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
+    """What the cache has, unless longer texts can be read now."""
+    found = _found(model)
+    asked = _asked_tokens(model.vllm_config)
+    if found and found.context_tokens >= asked:
+        return found
+    parallel = model.vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 or parallel.enable_eplb:
+        # Passes of the ranks belong together, and another may have found a file.
+        if not found:
+            logger.info_once(
+                "H2O gives all KV heads the same budget: with data parallelism or EPLB "
+                "a model's heads are not measured; start it once without, or %s",
+                _OFFLINE,
+            )
+        return found
+    tokens = of_first_rank(tokens_in_time(asked, _seconds_per_token(model)))
+    if found and found.context_tokens >= tokens:
+        return found
+    if not tokens:
+        logger.warning_once(
+            "H2O gives all KV heads the same budget: to measure them would take over "
+            "%d s here. Quality is lower; %s, or wait for --h2o-head-budgets measure",
+            MOST_SECONDS, _OFFLINE,
+        )  # fmt: skip
+        return None
+    return _kept(model, measure(model, tokens, MOST_SECONDS))
+
+
+def _found(model: LoadedModel) -> HeadProfile | None:
+    """What the cache has; the first rank looks, so that all have the same."""
+    mine, found = answers(model), None
+    if get_tensor_model_parallel_rank() == 0:
+        heads = model.vllm_config.model_config.get_total_num_kv_heads()
+        try:
+            found = profile_cache.find(mine, len(model.layers), heads)
+        except (OSError, RuntimeError) as error:
+            logger.warning_once("H2O has no cache of head profiles: %s", str(error))
+    found = of_first_rank(found)
+    if found is None:
+        return None
+    path, profile = found
+    logger.info_once("H2O knows this model's heads from %s", path)
+    return profile
+
+
+def _seconds_per_token(model: LoadedModel) -> float:
+    start = time.perf_counter()
+    answers(model)
+    return (time.perf_counter() - start) / ANSWERED_TOKENS
+
+
+def tokens_in_time(tokens: int, seconds_per_token: float) -> int:
+    """Tokens of a text such that two can be read in `MOST_SECONDS`.
+
+    Args:
+        tokens: The most, which are halved until there is time.
+        seconds_per_token: That the model takes to read.
+
+    Returns:
+        0 where even `FEWEST_TOKENS` take longer.
+    """
+    while tokens >= FEWEST_TOKENS and 2 * tokens * seconds_per_token > MOST_SECONDS:
+        tokens //= 2
+    return tokens if tokens >= FEWEST_TOKENS else 0
+
+
+def _kept(model: LoadedModel, profile: HeadProfile) -> HeadProfile:
+    """Write a profile to the cache, for the next start."""
+    if not _uses_cache():
+        return profile
+    mine = answers(model)
+    if get_tensor_model_parallel_rank():
+        return profile
+    try:
+        logger.info_once(
+            "H2O keeps what it measured in %s", profile_cache.keep(mine, profile)
+        )
+    except (OSError, RuntimeError) as error:
+        logger.warning_once(
+            "H2O can not keep what it measured and will measure it again at the next "
+            "start (%s): set VLLM_H2O_CACHE to a folder that can be written to",
+            str(error),
+        )
+    return profile

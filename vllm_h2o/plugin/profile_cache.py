@@ -1,0 +1,98 @@
+"""The head profiles that engines have measured, each found by what its model answers.
+
+A file for each model lies in `$VLLM_H2O_CACHE/heads` (else `~/.cache/vllm_h2o/heads`).
+Neither the path of a model nor its dtype changes what it answers to a few fixed ids by
+much; other weights do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_h2o.policy.profile import HeadProfile
+
+logger = init_logger(f"vllm.{__name__}")
+
+VERSION = 1
+"""Of a file; those of another are measured again."""
+ALIKE = 0.998
+"""Cosine of the answers of one model in two dtypes, at least."""
+
+
+def cache_folder() -> Path:
+    """The folder of the files."""
+    root = os.environ.get("VLLM_H2O_CACHE") or Path.home() / ".cache" / "vllm_h2o"
+    return Path(root) / "heads"
+
+
+def find(
+    answers: Sequence[float], num_layers: int, num_kv_heads: int
+) -> tuple[Path, HeadProfile] | None:
+    """Find a model's profile: the one whose answers are the nearest.
+
+    Args:
+        answers: Unit vector: what the model answers to fixed ids.
+        num_layers: Attention layers that evict.
+        num_kv_heads: KV heads of a layer, of all ranks.
+    """
+    found, best = None, (ALIKE, 0)
+    for path in sorted(cache_folder().glob(f"{num_layers}x{num_kv_heads}-*.json")):
+        theirs, profile = _read(path)
+        if profile is None or len(theirs) != len(answers):
+            continue
+        cosine = round(float(np.dot(theirs, answers)), 4)
+        logger.debug("H2O: answers like those of %s by %.4f", path, cosine)
+        # Of files of one model the one from the longest texts.
+        if (cosine, profile.context_tokens) >= best:
+            found, best = (path, profile), (cosine, profile.context_tokens)
+    return found
+
+
+def keep(answers: Sequence[float], profile: HeadProfile) -> Path:
+    """Write a file at once, in place of this model's last.
+
+    Raises:
+        OSError: It can not be written.
+    """
+    folder = cache_folder()
+    digest = hashlib.sha256(json.dumps(list(answers)).encode()).hexdigest()
+    path = folder / f"{profile.num_layers}x{profile.num_kv_heads}-{digest[:16]}.json"
+    content = {"version": VERSION, "answers": answers, "profile": asdict(profile)}
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}", dir=folder)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(json.dumps(content) + "\n")
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+    return path
+
+
+def _read(path: Path) -> tuple[Sequence[float], HeadProfile | None]:
+    """Answers and profile; None: the file is of another version, or damaged."""
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != VERSION:
+            return (), None
+        profile = HeadProfile(**content["profile"])
+        if not path.name.startswith(f"{profile.num_layers}x{profile.num_kv_heads}-"):
+            raise ValueError("it has the profile of another model")
+        return [float(x) for x in content["answers"]], profile
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        logger.warning_once(
+            "H2O can not use %s, a measured head profile: %s; delete it",
+            path, str(error),
+        )  # fmt: skip
+        return (), None
