@@ -141,6 +141,7 @@ def test_kernels_are_warm_before_vllm_watches_for_late_ones(monkeypatch):
 def test_memory_that_the_user_names_is_not_cut(config, on_cuda, monkeypatch):
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 1 << 30)
     monkeypatch.setattr(gpu_worker, "scratch_bytes", lambda config: 1 << 20)
+    monkeypatch.setattr(H2OWorker, "_find_profile", lambda self: None)
     worker = H2OGPUWorker.__new__(H2OGPUWorker)
     worker.vllm_config, worker.cache_config = config, config.cache_config
     # A CPU takes it from VLLM_CPU_KVCACHE_SPACE, which other tests set.

@@ -96,6 +96,11 @@ class H2OWorker(_Stock):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache; before it is there, heads may be measured."""
+        self._find_profile()
+        return super().determine_available_memory()
+
+    def _find_profile(self) -> None:
+        """Find or measure the head profile, for all that ask `profile_of` later."""
         evicting = {
             name: self._h2o_layers[name]
             for name, spec in self.get_kv_cache_spec().items()
@@ -110,7 +115,6 @@ class H2OWorker(_Stock):
                 "H2O has the profile of the heads, after %.1f s: %s",
                 time.perf_counter() - start, self._profile.measured_on,
             )  # fmt: skip
-        return super().determine_available_memory()
 
     def h2o_profile(self) -> HeadProfile | None:
         """The head profile in force; called by RPC."""
