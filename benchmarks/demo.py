@@ -3,26 +3,26 @@
     make demo          or: python -m benchmarks.demo --help
 
 Each system runs in a process of its own, one after the other, with as many
-bytes of KV memory. Ends with a table and writes it as JSON.
+bytes of KV memory. Ends with a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import ENGINE_ARGS
 from benchmarks.process import run_in_process
+from benchmarks.report import write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import STOCK, Job, warm_up
 from benchmarks.workloads import SOTU, Workload, prompt_source
 
 
 def main() -> None:
-    """Run both systems, print the table, write the JSON."""
+    """Run both systems, print the table."""
     args = parse_args()
     model = str(ensure_model())
     workload = Workload("demo", args.prompt_tokens, args.output_tokens, args.requests)
@@ -41,10 +41,8 @@ def main() -> None:
         )
         results.append(run_in_process("benchmarks.demo:run", dataclasses.asdict(job)))
     print(table(results, args))
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"options": vars(args), "systems": results}, indent=2))
-    print(f"written to {output}")
+    if args.output:
+        write_json(args, systems=results)
 
 
 def parse_args() -> argparse.Namespace:
@@ -57,7 +55,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--block-size", type=int, default=32, help="tokens")
     parser.add_argument("--pool-blocks", type=int, default=160, help="stock's")
-    parser.add_argument("--output", default="benchmarks/results/demo.json")
+    parser.add_argument("--output", type=Path, help="keep the figures as JSON, here")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Pictures of the quality CSV, into docs/.
+"""Pictures of the quality CSV, into docs/pictures/.
 
 python -m benchmarks.quality.plot
 """
@@ -10,11 +10,14 @@ import csv
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[2] / "docs"
+from benchmarks.pictures import FOLDER, HEIGHT, WIDTH, color_of, name_ends
+
+OURS, BEST_PEERS = ("h2o", "h2o uniform"), 3
+"""Lines of the pictures; all others are in the tables."""
 SYSTEM_LABELS = {"vllm_h2o": "", "kvpress": "kvpress ", "shared_blocks": "shared "}
 
 
-def draw(csv_path: Path, folder: Path = DOCS) -> list[Path]:
+def draw(csv_path: Path, folder: Path = FOLDER) -> list[Path]:
     """Draw what the CSV has rows for; returns the files written."""
     with csv_path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -44,54 +47,59 @@ def loss_deltas(rows: list[dict[str, str]]) -> dict[str, list[tuple[float, float
     return {name: sorted(points) for name, points in lines.items()}
 
 
+def shown(lines: dict[str, list[tuple[float, float]]]) -> list[str]:
+    """Names of ours, and of the best peers over the budgets that all have."""
+    peers = {n: dict(p) for n, p in lines.items() if n.startswith("kvpress ")}
+    peers = {name: points for name, points in peers.items() if len(points) > 1}
+    common = set.intersection(*map(set, peers.values())) if peers else set()
+    best = sorted(peers, key=lambda name: sum(peers[name][x] for x in common))
+    return [name for name in OURS if name in lines] + best[:BEST_PEERS]
+
+
 def _loss(rows: list[dict[str, str]], folder: Path) -> list[Path]:
     lines = loss_deltas([r for r in rows if _is_system(r)])
-    if not lines:
+    names = shown(lines)
+    if not names:
         return []
-    # Beside lines, what was measured at one budget only is left to the table.
-    if any(len(points) > 1 for points in lines.values()):
-        lines = {name: points for name, points in lines.items() if len(points) > 1}
-    figure, (axes,) = _figure()
-    for name, points in sorted(lines.items(), key=lambda line: line[1][0][1]):
-        ours = not name.startswith(tuple(v for v in SYSTEM_LABELS.values() if v))
-        axes.plot(
-            [100 * x for x, _ in points],
-            [y for _, y in points],
-            marker="o",
-            linestyle="-" if ours else "--",
-            linewidth=2.5 if name == "h2o" else 1.2,
-            label=name,
-        )
+    figure, axes = _figure()
+    for name in names:
+        x, y = zip(*((100 * x, y) for x, y in lines[name]), strict=True)
+        width = 2.5 if name == "h2o" else 1.5
+        axes.plot(x, y, marker="o", linewidth=width, color=color_of(name))
     axes.set(
         xlabel="budget, % of the context",
         ylabel="loss over the full cache, nats per token",
         xscale="log",
-        yscale="log",
-        title="Loss under eviction",
     )
-    ticks = sorted({100 * x for points in lines.values() for x, _ in points})
+    axes.set_ylim(bottom=0)
+    # The smallest budget, where lines are farthest apart, is at the right.
+    axes.invert_xaxis()
+    ticks = sorted({100 * x for name in names for x, _ in lines[name]})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    return [_save(figure, [axes], folder / "quality-loss.png")]
+    ends = {name: lines[name][0][1] for name in names}
+    return [_save(figure, axes, ends, folder / "quality-loss.png")]
 
 
 def _retrieval(rows: list[dict[str, str]], folder: Path) -> list[Path]:
     panels = _passkeys(rows)
     if not panels:
         return []
-    names = sorted({name for lines in panels.values() for name in lines})
-    figure, all_axes = _figure(len(panels))
-    for axes, (share, lines) in zip(all_axes, sorted(panels.items()), strict=True):
-        for number, name in enumerate(names):
-            if name not in lines:
-                continue
-            xs, ys = zip(*sorted(lines[name]), strict=True)
-            color, style = f"C{number % 10}", "-" if number < 10 else "--"
-            axes.plot(xs, ys, style, marker="o", linewidth=1.5, color=color, label=name)
-        axes.set(xlabel="depth of the number", ylim=(-0.05, 1.05))
-        axes.set_title(f"budget {share:.0%}")
-    all_axes[0].set_ylabel("exact match, passkey, question known")
-    return [_save(figure, all_axes, folder / "quality-retrieval.png")]
+    names = ["full", *shown(loss_deltas([r for r in rows if _is_system(r)]))]
+    # The budget at which most systems were asked.
+    share, lines = max(panels.items(), key=lambda panel: len(panel[1]))
+    figure, axes = _figure()
+    ends = {}
+    for name in (name for name in names if name in lines):
+        x, y = zip(*sorted(lines[name]), strict=True)
+        axes.plot(x, y, marker="o", color=color_of(name))
+        ends[name] = y[-1]
+    axes.set(
+        xlabel="depth of the number in the prompt, share of its tokens",
+        ylabel=f"passkeys found, share, at {share:.0%} of the context",
+        ylim=(-0.05, 1.05),
+    )
+    return [_save(figure, axes, ends, folder / "quality-retrieval.png")]
 
 
 def _passkeys(
@@ -111,34 +119,22 @@ def _passkeys(
     return panels
 
 
-def _figure(panels: int = 1) -> tuple[Any, list[Any]]:
+def _figure() -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (5 + 4 * panels, 5)
-    figure, axes = pyplot.subplots(1, panels, figsize=size, squeeze=False, sharey=True)
-    return figure, list(axes[0])
+    return pyplot.subplots(figsize=(WIDTH, HEIGHT))
 
 
-def _save(figure: Any, panels: list[Any], path: Path) -> Path:
-    """One legend for all panels, beside the last."""
-    labels = {}
-    for axes in panels:
-        axes.grid(alpha=0.3)
-        handles, names = axes.get_legend_handles_labels()
-        labels |= dict(zip(names, handles, strict=True))
-    panels[-1].legend(
-        labels.values(),
-        labels.keys(),
-        fontsize=7,
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-    )
+def _save(figure: Any, axes: Any, ends: dict[str, float], path: Path) -> Path:
+    """Write a picture, its lines named at their ends."""
     figure.tight_layout()
+    axes.grid(alpha=0.3)
+    name_ends(axes, ends)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     return path
 
 

@@ -1,4 +1,4 @@
-"""The quality CSV as the tables of the README, in Markdown.
+"""The quality CSV as the tables of docs/benchmarks/quality.md, in Markdown.
 
 python -m benchmarks.quality.table
 """

@@ -32,7 +32,7 @@ class H2OConfig:
             to whole blocks, at least one for either part. 1.0: no heavy set,
             only sinks and recent tokens.
         sinks: First prompt tokens that are never evicted. Scores keep them anyway
-            (the README's rows); what has no scores needs them.
+            (docs/benchmarks/quality.md); what has no scores needs them.
         observation_window: How many of the last prompt queries score the
             prompt; `"all"`: every one.
         pooling: Width (odd) of the max-pool over neighbouring prompt positions

@@ -1,0 +1,54 @@
+"""README and docs: what they link to is there, and every option is in its table."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_h2o.plugin.engine_args import add_cli_group
+from vllm_h2o.policy.config import POLICY_NAMES
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "patches/README.md"]
+PAGES += sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    file = ROOT / page
+    for link in re.findall(r"\]\(([^)#]+)", file.read_text()):
+        if not link.startswith("https://"):
+            assert (file.parent / link).exists(), f"{page} links to {link}"
+
+
+@pytest.mark.check
+def test_every_page_is_linked_to():
+    linked = set()
+    for page in PAGES:
+        file = ROOT / page
+        for link in re.findall(r"\]\(([^)#]+)", file.read_text()):
+            linked.add((file.parent / link).resolve())
+    assert {p for p in PAGES if (ROOT / p).resolve() not in linked} == {"README.md"}
+
+
+@pytest.mark.check
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
+
+
+def test_all_options_and_presets_are_in_their_tables():
+    parser = FlexibleArgumentParser(formatter_class=argparse.HelpFormatter)
+    add_cli_group(parser)
+    flags = {
+        flag
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith(("--h2o", "--kv-policy", "--enable-h2o"))
+    }
+    text = (ROOT / "docs/options.md").read_text()
+    assert set(re.findall(r"^\| `(--[a-z0-9-]+)`", text, re.MULTILINE)) == flags
+    presets = re.findall(r"^\| `([a-z][a-z0-9-]*)` \|", text, re.MULTILINE)
+    assert {"full", *presets} == set(POLICY_NAMES)
