@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 from pathlib import Path
 
-
-def cache_root() -> Path:
-    """Folder of everything derived: `$VLLM_H2O_CACHE`, else `~/.cache/vllm_h2o`."""
-    default = Path.home() / ".cache" / "vllm_h2o"
-    return Path(os.environ.get("VLLM_H2O_CACHE", default))
+from vllm_h2o.core.cache import cache_root
 
 
 def pypi(module: str, fix: str) -> Path:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.helpers import engine, generate, outcome
 from tests.engine.tiny_models import random_prompts, save_hybrid, save_llama
-from vllm_h2o.attention.ops import cpu
 from vllm_h2o.calibrate import measure
+from vllm_h2o.core.cache import cache_root
 from vllm_h2o.plugin import calibration, head_profiles
 from vllm_h2o.plugin.calibration import seeded_texts
 
@@ -53,7 +53,7 @@ def errors_of(model, **options):
 def cache(tmp_path_factory, monkeypatch):
     """A cache without profiles; `auto` measures, as it does by default."""
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "kernels").symlink_to(cpu._cache_folder())
+    (folder / "kernels").symlink_to(cache_root() / "kernels")
     monkeypatch.setenv("VLLM_H2O_CACHE", str(folder))
     monkeypatch.delenv("VLLM_H2O_CALIBRATE")
     return folder / "heads"
@@ -124,10 +124,7 @@ def must_not_measure(*_):
     raise AssertionError("measured what the cache has")
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["unwritable", "hurried", "slow", "broken"],
-)
+@pytest.mark.parametrize("case", ["unwritable", "hurried", "slow", "broken"])
 def test_auto_starts_where_it_can_not_measure_or_keep(
     llama, measured, cache, tmp_path, monkeypatch, logged, case
 ):

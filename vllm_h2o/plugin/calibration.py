@@ -132,7 +132,9 @@ def measure(
         [[float(f"{e:.4g}") for e in head] for head in layer]
         for layer in errors.tolist()
     ]
-    source = f"{len(per_text)} texts of {text_tokens} seeded ids, read by an engine"
+    source = (
+        f"{len(per_text)} texts of {text_tokens} random token ids, read by an engine"
+    )
     return HeadProfile(grid_of(text_tokens), rounded, source, text_tokens)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -87,7 +88,10 @@ def profile_at_startup(model: LoadedModel) -> HeadProfile | None:
 
 def _measured_as_asked(model: LoadedModel) -> HeadProfile:
     try:
-        return _kept(model, measure(model, _asked_tokens(model.vllm_config)))
+        profile = measure(model, _asked_tokens(model.vllm_config))
+        if _uses_cache():
+            _keep(answers(model), profile)
+        return profile
     except Exception as error:
         raise ValueError(
             "h2o_head_budgets (--h2o-head-budgets) is 'measure', but this model's "
@@ -126,7 +130,8 @@ def _asked_tokens(vllm_config: VllmConfig) -> int:
 
 def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
     """What the cache has, unless longer texts can be read now."""
-    found = _found(model)
+    mine = answers(model)
+    found = _found(model, mine)
     asked = _asked_tokens(model.vllm_config)
     if found and found.context_tokens >= asked:
         return found
@@ -150,12 +155,17 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
             MOST_SECONDS, _OFFLINE,
         )  # fmt: skip
         return None
-    return _kept(model, measure(model, tokens, MOST_SECONDS))
+    profile = measure(model, tokens, MOST_SECONDS)
+    _keep(mine, profile)
+    return profile
 
 
-def _found(model: LoadedModel) -> HeadProfile | None:
-    """What the cache has; the first rank looks, so that all have the same."""
-    mine, found = answers(model), None
+def _found(model: LoadedModel, mine: Sequence[float]) -> HeadProfile | None:
+    """What the cache has for a model with these answers.
+
+    The first rank looks, so that all have the same.
+    """
+    found = None
     if get_tensor_model_parallel_rank() == 0:
         heads = model.vllm_config.model_config.get_total_num_kv_heads()
         try:
@@ -171,6 +181,7 @@ def _found(model: LoadedModel) -> HeadProfile | None:
 
 
 def _seconds_per_token(model: LoadedModel) -> float:
+    """Of reading; not of the first pass, in which much is set up."""
     start = time.perf_counter()
     answers(model)
     return (time.perf_counter() - start) / ANSWERED_TOKENS
@@ -191,13 +202,10 @@ def tokens_in_time(tokens: int, seconds_per_token: float) -> int:
     return tokens if tokens >= FEWEST_TOKENS else 0
 
 
-def _kept(model: LoadedModel, profile: HeadProfile) -> HeadProfile:
-    """Write a profile to the cache, for the next start."""
-    if not _uses_cache():
-        return profile
-    mine = answers(model)
+def _keep(mine: Sequence[float], profile: HeadProfile) -> None:
+    """Write the profile of a model with these answers to the cache."""
     if get_tensor_model_parallel_rank():
-        return profile
+        return
     try:
         logger.info_once(
             "H2O keeps what it measured in %s", profile_cache.keep(mine, profile)
@@ -208,4 +216,3 @@ def _kept(model: LoadedModel, profile: HeadProfile) -> HeadProfile:
             "start (%s): set VLLM_H2O_CACHE to a folder that can be written to",
             str(error),
         )
-    return profile

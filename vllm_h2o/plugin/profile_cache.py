@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from vllm.logger import init_logger
 
+from vllm_h2o.core.cache import cache_root
 from vllm_h2o.policy.profile import HeadProfile
 
 logger = init_logger(f"vllm.{__name__}")
@@ -30,8 +31,7 @@ ALIKE = 0.998
 
 def cache_folder() -> Path:
     """The folder of the files."""
-    root = os.environ.get("VLLM_H2O_CACHE") or Path.home() / ".cache" / "vllm_h2o"
-    return Path(root) / "heads"
+    return cache_root() / "heads"
 
 
 def find(

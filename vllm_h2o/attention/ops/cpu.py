@@ -25,6 +25,7 @@ from vllm_h2o.attention.ops import (
     reference,
 )
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.core.cache import cache_root
 from vllm_h2o.policy.config import H2OConfig
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
@@ -376,7 +377,7 @@ def load(*flags: str) -> ctypes.CDLL:
     Args:
         flags: More of the compiler's, for variants to measure.
     """
-    target = _cache_folder() / f"h2o_decode-{_fingerprint(flags)}.so"
+    target = cache_root() / "kernels" / f"h2o_decode-{_fingerprint(flags)}.so"
     if not target.exists():
         _build(target, flags)
     # torch has loaded its OpenMP by now; the same soname makes ours resolve to
@@ -397,11 +398,6 @@ def build(dtype: torch.dtype) -> None:
             f"{_compiler()} does not have: set CC to gcc 12 or newer, or use "
             "--dtype bfloat16"
         )
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("VLLM_H2O_CACHE", Path.home() / ".cache" / "vllm_h2o")
-    return Path(root) / "kernels"
 
 
 def _compiler() -> str:
