@@ -1,8 +1,7 @@
 """Runs a tier of the suite: `python -m tests.run check`, `test` or `all`.
 
 docs/testing.md says what is in which. A tier is run in parts, each a pytest of its own:
-what needs no engine first, on all cores; then the engines, one at a time, since one
-engine takes all cores and most of the memory. A part that fails does not keep the next
+what needs no engine first, then the engines. A part that fails does not keep the next
 from running. At the end: the slowest tests of all parts, how long each part took, and
 how many tests passed.
 """
@@ -36,11 +35,11 @@ TIERS = {
     "check": [Part("check", "check")],
     "test": [
         Part("without engines", "not engine and not slow", workers=2),
-        Part("engines", "engine and not slow"),
+        Part("engines", "engine and not slow", workers=2),
     ],
     "all": [
         Part("without engines", "not engine", workers=2),
-        Part("engines", "engine"),
+        Part("engines", "engine", workers=2),
     ],
 }
 
@@ -83,8 +82,9 @@ def run(part: Part, tier: str, results: Path, options: Sequence[str]) -> int:
     if part.workers:
         # Tests of a module share what is costly to make.
         command += ["--numprocesses", str(part.workers), "--dist", "loadfile"]
-        # Threads of OpenMP that wait keep their cores from each other.
-        env |= {"OMP_NUM_THREADS": "1"}
+        # Threads of OpenMP that wait keep their cores from each other, and vLLM would
+        # bind every engine to the same core.
+        env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return subprocess.run([*command, *options], env=env).returncode
 
 

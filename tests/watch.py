@@ -1,7 +1,7 @@
 """Watches over tests: what hangs shows its stacks, what is left behind is a failure.
 
-tests/conftest.py has pytest find these. The next engine needs all cores and most of
-the memory: whoever leaves a process or an engine's memory fails itself, and not the
+tests/conftest.py has pytest find these. The next engine needs its core and its
+memory: whoever leaves a process or an engine's memory fails itself, and not the
 test that comes after it.
 """
 
