@@ -341,6 +341,20 @@ def test_heads_are_not_measured_where_it_is_of_no_use(
     assert bool(why_not_measured(config, policy)) == bool(why)
 
 
+def test_heads_of_a_hybrid_are_measured_only_when_asked_for(model_of, monkeypatch):
+    hybrid = LLAMA | {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 512,
+    }
+    monkeypatch.delenv("VLLM_H2O_CALIBRATE")
+    config = resolved(model_of("Gemma3ForCausalLM", **hybrid))
+    why = why_not_measured(config, h2o_config(config))
+    assert why.startswith("some layers have a window")
+    asked = {"h2o_head_budgets": "measure"}
+    resolved(model_of("Gemma3ForCausalLM", **hybrid) | asked)
+
+
 def test_heads_of_a_pipeline_are_not_measured(model_of, monkeypatch):
     """vLLM on CPU has no pipeline: change a config that it made."""
     options = model_of("LlamaForCausalLM", **LLAMA) | {"h2o_head_budgets": "measure"}

@@ -27,6 +27,7 @@ from vllm_h2o.plugin.calibration import (
     measure,
     of_first_rank,
 )
+from vllm_h2o.plugin.validate import has_other_attention
 from vllm_h2o.policy.config import AUTO, MEASURE, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.profile import HeadProfile
@@ -112,6 +113,10 @@ def why_not_measured(vllm_config: VllmConfig, config: H2OConfig) -> str:
         f"{CALIBRATE} is 0": not _uses_cache(),
         "the budget holds the longest request": layout.budget >= longest,
         f"--pipeline-parallel-size is {stages}, no worker has all layers": stages > 1,
+        # What such ids ask of the few layers that see far is not what texts do.
+        "some layers have a window, and random token ids mislead there": (
+            has_other_attention(vllm_config)
+        ),
         "--load-format is dummy": vllm_config.load_config.load_format == "dummy",
         f"{option} is {tokens}, to measure them takes {FEWEST_TOKENS}": (
             tokens < FEWEST_TOKENS
