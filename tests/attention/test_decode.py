@@ -145,16 +145,6 @@ def heads_of(pages_of_layers, layer, blocks):
     )
 
 
-def reference_transition(layers, source, target, position, first_query, config):
-    """The oracle of `transition`: its two halves, layer by layer."""
-    for layer in layers:
-        scores, params = layer.scores, layer.params
-        chosen = reference.choose(scores, position, first_query, config, params)
-        reference.compress(
-            layer.pages, source, target, position, chosen, scores, params
-        )
-
-
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_budgets_by_head_equal_reference(layer):
     """From the step that fills the common budget on, in borrowed pages."""
@@ -162,7 +152,7 @@ def test_budgets_by_head_equal_reference(layer):
     dtype, budget = torch.float32, 48
     results = []
     for op, part_ways in (
-        (reference.decode_resident, reference_transition),
+        (reference.decode_resident, reference.transition),
         (cpu.decode_resident, cpu.transition),
     ):
         generator = torch.Generator().manual_seed(layer)

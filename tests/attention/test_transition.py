@@ -5,13 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.test_decode import (
-    heads_of,
-    make_cache,
-    params_of,
-    reference_transition,
-)
-from vllm_h2o.attention.ops import ScoredLayer, cpu
+from tests.attention.test_decode import heads_of, make_cache, params_of
+from vllm_h2o.attention.ops import ScoredLayer, cpu, reference
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
@@ -46,7 +41,7 @@ def check(num_tokens, source, position, config, dtype=torch.float32, by_head=Tru
     """Every byte of every layer is the same afterwards."""
     params = params_of(mean=True, unit=config.eviction_unit, sinks=config.sinks)
     results = []
-    for op in (reference_transition, cpu.transition):
+    for op in (reference.transition, cpu.transition):
         layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
         op(layers, source, TABLE, position, num_tokens // 2, config)
         results.append([layer.pages for layer in layers])

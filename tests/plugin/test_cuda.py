@@ -159,6 +159,12 @@ def test_batch_invariance_is_refused(config, monkeypatch):
     assert not backend.supports_batch_invariance()
 
 
+def test_the_reference_is_refused(config, monkeypatch):
+    monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
+    with pytest.raises(ValueError, match="VLLM_H2O_KERNELS on CUDA='reference'.*unset"):
+        check_cuda_options(config)
+
+
 def test_other_backends_are_refused(config):
     config.attention_config.backend = AttentionBackendEnum.FLASHINFER
     with pytest.raises(ValueError, match="--attention-backend='FLASHINFER'.*TRITON"):

@@ -1,10 +1,12 @@
 """The hook fires once, whenever it is set, and not for a failed import."""
 
 import importlib
+import os
 import sys
 
 import pytest
 
+from vllm_h2o.plugin import early_hook
 from vllm_h2o.plugin.import_hook import when_imported
 
 
@@ -59,3 +61,24 @@ def test_failed_import(module, seen):
     with pytest.raises(OSError):
         importlib.import_module(name)
     assert seen == []
+
+
+def test_vllm_knows_our_environment_variables(monkeypatch):
+    """Those that are set; else `--fail-on-environ-validation` would refuse them."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    known = dict(envs.environment_variables)
+    ours = [name for name in known if name.startswith("VLLM_H2O_")]
+    for name in ours:
+        del known[name]
+    monkeypatch.setattr(envs, "environment_variables", known)
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_H2O_CACHE", "/tmp")
+    with pytest.raises(ValueError, match="VLLM_H2O_CACHE"):
+        current_platform.validate_environ(hard_fail=True)
+    early_hook()
+    current_platform.validate_environ(hard_fail=True)
+    assert known["VLLM_H2O_CACHE"]() == "/tmp"
+    assert "VLLM_H2O_KERNELS" not in known

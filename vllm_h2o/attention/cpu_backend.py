@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
-from vllm_h2o.attention.ops import cpu
+from vllm_h2o.attention.ops import cpu, runs_reference
 from vllm_h2o.attention.pages import Pages
 
 if TYPE_CHECKING:
@@ -36,10 +36,9 @@ class H2OCPUImpl(H2OImpl, CPUAttentionBackendImpl):
 class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
     """Asks for a layout of the cache that our kernel reads."""
 
-    attends_observed = True
-
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.attends_observed = not runs_reference()
         if not self.compresses:
             return
         if self.isa == "amx":
@@ -52,7 +51,8 @@ class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
 def check_layer(dtype: torch.dtype, head_size: int, block_size: int) -> None:
     """Raise ValueError for what our kernels do not have, and where vLLM lays the cache
     out as they can not read it."""
-    cpu.check_supported(dtype, head_size, block_size)
+    if not runs_reference():
+        cpu.check_supported(dtype, head_size, block_size)
     isa = _get_attn_isa(dtype, block_size, head_size)
     if isa not in ("vec", "vec16", "amx"):  # amx: the builder asks for vec
         raise ValueError(

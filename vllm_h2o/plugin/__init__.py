@@ -7,6 +7,9 @@ backend. With no H2O option given, none of that happens.
 
 from __future__ import annotations
 
+import functools
+import os
+
 
 def early_hook() -> None:
     """Entry point `vllm.platform_plugins`: no platform, but early enough.
@@ -17,9 +20,18 @@ def early_hook() -> None:
     from vllm_h2o.plugin.import_hook import when_imported
 
     when_imported("vllm.engine.arg_utils", _add_engine_args)
+    when_imported("vllm.envs", _add_variables)
 
 
 def _add_engine_args(module) -> None:
     from vllm_h2o.plugin.engine_args import extend
 
     extend(module)
+
+
+def _add_variables(module) -> None:
+    """Name what is set of our environment variables: vLLM warns of those that it does
+    not know, or refuses them. One that is not set is no part of what it hashes."""
+    for name in ("VLLM_H2O_CACHE", "VLLM_H2O_CALIBRATE", "VLLM_H2O_KERNELS"):
+        if name in os.environ:
+            module.environment_variables[name] = functools.partial(os.getenv, name)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_h2o.attention.ops import cpu
+from vllm_h2o.attention.ops import KERNELS, cpu, runs_reference
 from vllm_h2o.plugin.worker import H2OWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class H2OCPUWorker(H2OWorker, CPUWorker):
@@ -25,5 +28,11 @@ class H2OCPUWorker(H2OWorker, CPUWorker):
         """See the base class; compiles the kernels, once per machine."""
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype)
-        cpu.build(dtype)
+        if runs_reference():
+            logger.warning_once(
+                "H2O runs in plain torch, many times slower than its kernels: "
+                "unset %s unless you are trying out a method", KERNELS,
+            )  # fmt: skip
+        else:
+            cpu.build(dtype)
         return "vllm_h2o.attention.cpu_backend.H2OCPUBackend"

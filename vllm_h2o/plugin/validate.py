@@ -196,6 +196,11 @@ def _check_kernel(vllm_config: VllmConfig) -> None:
 
 def check_cuda_options(vllm_config: VllmConfig) -> None:
     """Raise ValueError for options of vLLM on CUDA that H2O can not serve."""
+    from vllm_h2o.attention.ops import KERNELS, runs_reference
+
+    if runs_reference():
+        # It reads positions on the host: every step would wait for the device.
+        _refuse(f"{KERNELS} on CUDA", "reference", f"unset {KERNELS}, or use a CPU")
     attention = vllm_config.attention_config
     backend = attention.backend.name if attention.backend else None
     # CUSTOM: H2O's own, in a worker that shares the config of its engine.

@@ -1,13 +1,22 @@
-"""In plain torch: the oracle that every kernel is held to."""
+"""In plain torch: the oracle that every kernel is held to.
+
+A whole engine runs on it with `VLLM_H2O_KERNELS=reference`, slowly.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_h2o.attention.ops import Chosen, DecodeParams, ResidentRows
+from vllm_h2o.attention.ops.types import (
+    Chosen,
+    DecodeParams,
+    ResidentRows,
+    ScoredLayer,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy import scores as policy_scores
 from vllm_h2o.policy.config import H2OConfig
@@ -37,6 +46,23 @@ def decode_resident(
             resident.write(key[row, head], value[row, head])
             heads = slice(head * group, (head + 1) * group)
             output[row, heads] = resident.attend(query[row, heads]).to(output.dtype)
+
+
+def transition(
+    layers: Sequence[ScoredLayer],
+    source_blocks: torch.Tensor,
+    target_blocks: torch.Tensor,
+    position: int,
+    first_query: int,
+    config: H2OConfig,
+) -> None:
+    """See `vllm_h2o.attention.ops.transition`: its two halves, layer by layer."""
+    for layer in layers:
+        scores, params = layer.scores, layer.params
+        chosen = choose(scores, position, first_query, config, params)
+        compress(
+            layer.pages, source_blocks, target_blocks, position, chosen, scores, params
+        )
 
 
 def choose(
@@ -179,9 +205,11 @@ class _Resident:
         self.first_query = int(rows.first_queries[row])
         num_kv_heads = pages.keys.shape[1]
         self.layout = params.layouts_at(self.position, num_kv_heads)[head]
-        blocks = rows.block_table[row].tolist()
+        self.pages, self.blocks = pages, rows.block_table[row].long()
+        self.lent = params.heads is not None and self.position >= params.layout.budget
+        blocks = self.blocks.tolist()
         self.places = [(pages, block) for block in blocks]
-        if params.heads is not None and self.position >= params.layout.budget:
+        if params.heads is not None and self.lent:
             self.places = [
                 (params.heads.layers[page.layer], blocks[page.column])
                 for page in params.heads.pages[head]
@@ -201,8 +229,12 @@ class _Resident:
 
     def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
         """Copy of the slots' content, `[n, ...]`."""
-        pages = [self.page(what, number) for number in range(len(self.places))]
-        return torch.cat(pages)[slots]
+        if self.lent:
+            pages = [self.page(what, number) for number in range(len(self.places))]
+            return torch.cat(pages)[slots]
+        mine = getattr(self.pages, what)[self.blocks, self.head]
+        tokens = mine.transpose(1, 2) if what == "keys" else mine
+        return tokens.flatten(0, 1)[slots]
 
     def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
         """Overwrite the slots' content."""
