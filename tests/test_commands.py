@@ -1,7 +1,8 @@
-"""Every command that README and docs show is one: its program and options exist.
+"""Commands that README and docs show: programs and options exist.
 
-They are read as the programs read them, up to where the work begins. What they do is
-tested elsewhere: an hour of benchmark is none of a test's.
+Options are read as the program reads them, up to where the work begins; what it does
+then is tested elsewhere. Of `python -m MODULE` alone, `pip install` and the like only
+what they name has to exist, and blocks that begin with another program are not read.
 """
 
 import argparse

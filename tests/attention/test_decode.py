@@ -22,6 +22,15 @@ from vllm_h2o.policy.selection import select_residents
 NUM_BLOCKS = 24
 
 
+@pytest.fixture(autouse=True, params=[1, 3], ids=["one thread", "three threads"])
+def threads(request):
+    """Rows and heads are shared out among threads, whatever the process has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 def make_cache(dtype, num_kv_heads, head_size, block_size):
     """Pages full of NaN, so that reading what nobody wrote shows."""
     item = torch.empty(0, dtype=dtype).element_size()

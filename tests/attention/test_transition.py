@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.test_decode import heads_of, make_cache, params_of
+from tests.attention.test_decode import (  # noqa: F401  pytest finds `threads` here
+    heads_of,
+    make_cache,
+    params_of,
+    threads,
+)
 from vllm_h2o.attention.ops import ScoredLayer, cpu, reference
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig

@@ -31,10 +31,12 @@ def test_a_sweep_survives_a_failure_and_resumes(tmp_path, local_ray, ranks):
     output = tmp_path / "results"
     good = [tiny_cell(model, num_prompts=2, tensor_parallel_size=n) for n in ranks]
     too_large = tiny_cell(model, tensor_parallel_size=64)
-    no_model = tiny_cell(tmp_path / "nothing")
+    bad = [(too_large, "use fewer ranks")]
+    if len(ranks) > 1:
+        bad.append((tiny_cell(tmp_path / "nothing"), "nothing"))
 
-    counts = sweep([too_large, good[0], no_model, *good[1:]], output)
-    assert counts == {"done": len(good), "failed": 2, "skipped": 0}
+    counts = sweep([*(cell for cell, _ in bad), *good], output)
+    assert counts == {"done": len(good), "failed": len(bad), "skipped": 0}
     for cell in good:
         result = json.loads(result_path(cell, output).read_text())
         assert result["tensor_parallel_size"] == cell.tensor_parallel_size
@@ -44,7 +46,7 @@ def test_a_sweep_survives_a_failure_and_resumes(tmp_path, local_ray, ranks):
         # Two ranks hold half the heads each.
         page = stock["kv_pool_bytes"] / (stock["kv_blocks"] + 1)
         assert page * cell.tensor_parallel_size == _PAGE_BYTES
-    for cell, complaint in ((too_large, "use fewer ranks"), (no_model, "nothing")):
+    for cell, complaint in bad:
         path = result_path(cell, output).with_suffix(".failed.json")
         failure = json.loads(path.read_text())
         assert failure["command"] == cell.command()

@@ -23,7 +23,7 @@ def run(model, size, budget=BUDGET):
         kv_policy="h2o",
         h2o_budget=budget,
         tensor_parallel_size=size,
-        distributed_executor_backend="mp" if size > 1 else "uni",
+        distributed_executor_backend="mp",
         skip_tokenizer_init=True,
         max_num_batched_tokens=256,
         max_model_len=MAX_MODEL_LEN,
@@ -70,6 +70,7 @@ def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets):
     model = save_llama(tmp_path)
     if budgets == "by head":
         save_profile(model, 4)
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")  # two threads
     tokens, logprobs, ranks = run(model, 1)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     tokens_2, logprobs_2, ranks_2 = run(model, 2)
