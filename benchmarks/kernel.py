@@ -34,6 +34,7 @@ from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
+from vllm_h2o.policy.methods import Mean
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
 STREAM, STOCK, OURS, BY_HEAD, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
@@ -109,7 +110,7 @@ class State:
             pages.births.zero_()
         config = H2OConfig(budget=self.context)
         layout = SlotLayout.of_blocks(config, size, columns)
-        self.params = DecodeParams(layout, HEAD_SIZE**-0.5, 0.0, 1.0, True)
+        self.params = DecodeParams(layout, HEAD_SIZE**-0.5, 0.0, Mean())
         blocks = _uneven_blocks(args, columns)
         self.heads = lent_heads(self.layers, blocks, columns, size, config)
         # Late enough that the head with the largest budget has filled it too.

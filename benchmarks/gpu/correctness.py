@@ -109,7 +109,7 @@ def _check_choice(num_tokens: int, distinct: int, unit: str) -> None:
         # The order of a sum's terms does not matter to quarters.
         config = dataclasses.replace(config, score="sum")
     layout = SlotLayout.of_blocks(config, FULL.block_size, 128)
-    params = DecodeParams(layout, 1.0, 0.0, 1.0, config.score == "mean")
+    params = DecodeParams(layout, 1.0, 0.0, config.method)
     if unit == "by head":
         layers = [random_pages(1, FULL, DEVICE)] * FULL.num_kv_heads
         heads = uneven_heads(layers, FULL)

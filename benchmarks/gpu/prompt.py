@@ -19,6 +19,7 @@ from vllm_h2o.attention.ops.triton import choose, compress, observe
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import Mean
 
 SCORING_AND_TRANSITION = "scores, selection and copy"
 """The part that the transition's target is about."""
@@ -147,4 +148,4 @@ def params_of(sizes: Sizes) -> DecodeParams:
     layout = SlotLayout(
         sizes.block_size, sizes.budget // 2, sizes.budget // 2, 4, whole_blocks=False
     )
-    return DecodeParams(layout, sizes.head_size**-0.5, 0.0, 1.0, mean=True)
+    return DecodeParams(layout, sizes.head_size**-0.5, 0.0, Mean())

@@ -33,6 +33,7 @@ from vllm_h2o.attention.ops.triton.launch import Tuning
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.methods import Mean
 
 
 class NoDevice:
@@ -74,7 +75,7 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     key = torch.empty(3, 2, head_size, dtype=dtype)
     table = torch.empty(3, layout.budget_blocks, dtype=torch.int32)
     rows = ResidentRows(table, torch.empty(3).long(), torch.empty(3).long())
-    params = DecodeParams(layout, 0.1, softcap, 0.9, mean=True)
+    params = DecodeParams(layout, 0.1, softcap, Mean(0.9))
     if by_head:
         params = dataclasses.replace(params, heads=heads_of(pages, [512, 1024]))
     decode_resident(query, key, key, pages, rows, params, query)
@@ -98,7 +99,7 @@ def launch_decodes():
     sizes = ((1, 1, [512, 1024]), (6, 3, [512, 512]), (5, 16, [256, 768]))
     for num_rows, num_splits, heavy in sizes:
         heads = heads_of(pages, heavy)
-        params = DecodeParams(layout, 0.1, 0.0, 0.9, mean=True, heads=heads)
+        params = DecodeParams(layout, 0.1, 0.0, Mean(0.9), heads)
         query = torch.empty(num_rows, 8, 128, dtype=torch.bfloat16)
         key = torch.empty(num_rows, 2, 128, dtype=torch.bfloat16)
         table = torch.empty(num_rows, layout.budget_blocks, dtype=torch.int32)
@@ -119,7 +120,7 @@ def launch_prompts():
     """
     layout = SlotLayout(16, 512, 512, 0, False)
     pages = empty_pages(4, 3, 128, 16, torch.bfloat16)
-    params = DecodeParams(layout, 0.1, 0.0, 1.0, mean=True)
+    params = DecodeParams(layout, 0.1, 0.0, Mean())
     params = dataclasses.replace(params, heads=heads_of(pages, [256, 768, 512]))
     sizes = ((1025, 1, 0), (4096, 32, 1), (48, 16, 3), (1023, 32, 2))
     for num_tokens, num_queries, first in sizes:

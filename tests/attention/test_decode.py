@@ -17,6 +17,7 @@ from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.methods import Mean, Sum
 from vllm_h2o.policy.selection import select_residents
 
 NUM_BLOCKS = 24
@@ -74,7 +75,7 @@ def run(op, params, dtype, heads, head_size, steps, seed=0, mixed_starts=(0, 5))
 def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots):
     slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
     layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
-    return DecodeParams(layout, 0.17, softcap, decay, mean)
+    return DecodeParams(layout, 0.17, softcap, Mean(decay) if mean else Sum(decay))
 
 
 CASES = {
@@ -206,8 +207,9 @@ def test_heads_are_chosen_for_together_as_each_alone(position):
     chosen = reference.choose(scores, position, 0, config, params)
     layouts = params.layouts_at(position, 4)
     for head, layout in enumerate(layouts):
-        alone = replace(config, pooling=1 if layout.budget < 48 else 7)
-        positions, slots = select_residents(scores[head : head + 1], alone, layout, 0)
+        pooling = 1 if layout.budget < 48 else 7
+        mine = scores[head : head + 1]
+        positions, slots = select_residents(mine, pooling, layout)
         held = chosen.positions[head] >= 0
         assert torch.equal(chosen.positions[head, held], positions[0])
         assert torch.equal(chosen.slots[head, held], slots)

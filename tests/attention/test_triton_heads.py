@@ -18,6 +18,7 @@ from vllm_h2o.attention.ops.triton import (
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.methods import Mean, Sum
 
 CONFIG = H2OConfig(sinks=4, recent_ratio=0.5, pooling=3)
 BUDGET_BLOCKS = 3
@@ -53,7 +54,7 @@ def params_of(layers, layer, size, **options):
         layers,
         layer,
     )
-    options = {"softcap": 0.0, "score_decay": 1.0, "mean": True} | options
+    options = {"softcap": 0.0, "method": Mean()} | options
     return DecodeParams(layout, 0.17, heads=heads, **options)
 
 
@@ -124,7 +125,7 @@ def test_shapes_and_dtypes(head_size, size, dtype):
 
 
 @pytest.mark.parametrize(
-    "how", [{"mean": False}, {"score_decay": 0.9}, {"softcap": 5.0}], ids=str
+    "how", [{"method": Sum()}, {"method": Mean(0.9)}, {"softcap": 5.0}], ids=str
 )
 def test_scores(how):
     check(1, [48, 100], **how)

@@ -29,7 +29,7 @@ LAYOUT = SlotLayout(16, 32, 48, sinks=4, whole_blocks=False)
 def check(scores, layout=LAYOUT, config=SUM):
     scores = scores.to(DEVICE)
     num_tokens = scores.shape[1]
-    params = DecodeParams(layout, 1.0, 0.0, 1.0, config.score == "mean")
+    params = DecodeParams(layout, 1.0, 0.0, config.method)
     first_query = first_observer(config, num_tokens)
     return check_both(scores, num_tokens - 1, first_query, config, params)
 
@@ -136,7 +136,7 @@ def test_budgets_by_head(num_tokens, distinct):
         0,
     )
     layout = SlotLayout.of_blocks(config, 16, 4)
-    params = DecodeParams(layout, 1.0, 0.0, 1.0, True, heads)
+    params = DecodeParams(layout, 1.0, 0.0, config.method, heads)
     scores = random(num_tokens, 4, distinct).to(DEVICE)
     first_query = first_observer(config, num_tokens)
     for position in {num_tokens - 1, max(num_tokens, 64)}:

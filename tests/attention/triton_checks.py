@@ -12,6 +12,7 @@ from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.ops import DecodeParams, reference
 from vllm_h2o.attention.ops.triton import choose, compress, decode_resident, observe
 from vllm_h2o.policy.layout import SlotLayout, first_observer
+from vllm_h2o.policy.methods import Sum
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -64,7 +65,7 @@ def make_queries(num_queries, num_heads, head_size=64, dtype=torch.float32):
 
 
 def scoring_params(decay=1.0, softcap=0.0):
-    return DecodeParams(SlotLayout(16, 32, 16, 4, False), SCALE, softcap, decay, False)
+    return DecodeParams(SlotLayout(16, 32, 16, 4, False), SCALE, softcap, Sum(decay))
 
 
 def check_scores(prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None):
@@ -119,7 +120,7 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     # Few distinct scores, so that ties are drawn.
     scores = torch.randint(1, 5, (2, num_tokens), generator=generator) / 4
     scores = scores.to(DEVICE)
-    params = DecodeParams(layout, SCALE, 0.0, 1.0, config.score == "mean")
+    params = DecodeParams(layout, SCALE, 0.0, config.method)
     first_query = first_observer(config, num_tokens)
     chosen = check_choice(scores, num_tokens, first_query, config, params)
     expected = clone(pages)

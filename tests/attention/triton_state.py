@@ -15,6 +15,7 @@ from vllm_h2o.attention.ops import DecodeParams, ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
+from vllm_h2o.policy.methods import Mean, Sum
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -33,7 +34,7 @@ InterpreterBuilder.create_dot = _dot_of_bfloat16
 def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots):
     slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
     layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
-    return DecodeParams(layout, 0.17, softcap, decay, mean)
+    return DecodeParams(layout, 0.17, softcap, Mean(decay) if mean else Sum(decay))
 
 
 def empty_pages(num_blocks, num_kv_heads, head_size, block_size, dtype, device="cpu"):

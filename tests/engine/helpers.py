@@ -133,3 +133,40 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     text = real_text()
     starts = range(0, len(text), max(lengths))
     return [text[s : s + n] for s, n in zip(starts, lengths, strict=False)]
+
+
+def assert_equal_densely(
+    llm: Any, prompts: list[list[int]], expected: list[Any]
+) -> None:
+    """Assert that tokens and survivors are those of `tests.reference.dense_h2o`."""
+    llm.collective_rpc("probe_watch")
+    tokens = generate(llm, prompts, len(expected[0].tokens))
+    survivors = list(llm.collective_rpc("probe_survivors")[0].values())
+    assert len(survivors) == len(prompts)
+    for i, result in enumerate(expected):
+        # Another processor sums in another order: logits then differ by about 1e-4.
+        assert result.margin > 1e-3, f"prompt {i} meets a tie: take another"
+        assert tokens[i] == result.tokens, f"prompt {i}"
+        wrong = _differences(survivors[i], result.heads)
+        # Equal but for ties: float32 sums in another order decide them.
+        untied = [w for w in wrong if not _is_tie(w)]
+        assert not untied, f"prompt {i}, (layer, head, engine only, reference only)"
+        assert len(wrong) <= 3, f"prompt {i}: too many ties to be ties"
+
+
+def _differences(survivors: Any, heads: Any) -> list[tuple]:
+    """(layer, KV head, only in the engine, only in the reference, close calls)."""
+    found = []
+    for layer, (actual, expected) in enumerate(zip(survivors, heads, strict=True)):
+        for number, (tokens, head) in enumerate(zip(actual, expected, strict=True)):
+            kept = set(head.survivors())
+            if (only := set(tokens) - kept) or kept - set(tokens):
+                missing = kept - set(tokens)
+                found.append((layer, number, only, missing, head.close_calls))
+    return found
+
+
+def _is_tie(difference: tuple) -> bool:
+    """One unit for another, in a decision that the reference calls close."""
+    _, _, only, missing, close_calls = difference
+    return len(only) == len(missing) and only | missing <= close_calls

@@ -1,12 +1,75 @@
-"""A whole engine in plain torch: the reference in place of the kernels."""
+"""A method is one class: a whole engine runs it in plain torch."""
+
+import inspect
+from pathlib import Path
 
 import pytest
 
-from tests.engine.helpers import engine, outcome, prompts_of
+from benchmarks.smollm2 import ensure_model
+from tests.engine.helpers import assert_equal_densely, engine, outcome, prompts_of
+from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
+from vllm_h2o.policy.methods import METHODS, Method
 
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 12
+
+
+class Peak(Method):
+    """The most attention that any query gave."""
+
+    name = "peak"
+
+    def observe(self, state, probs):
+        most = probs.sum(dim=-3).amax(dim=-2)
+        state["score"].copy_(state["score"].maximum(most))
+
+    def value(self, state, queries):
+        return state["score"]
+
+
+class PeakHead(Head):
+    """The same in the dense reference."""
+
+    def scored(self, observed):
+        return observed.amax(dim=0)
+
+    def added(self, scores, attention):
+        return scores.maximum(attention)
+
+
+@pytest.fixture
+def peak(monkeypatch):
+    monkeypatch.setitem(METHODS, Peak.name, Peak)
+    return {
+        "kv_policy": "h2o",
+        "h2o_budget": 128,
+        "h2o_score": Peak.name,
+        "h2o_recent_ratio": 0.5,
+        "h2o_observation_window": 64,
+        "h2o_head_budgets": "uniform",
+    }
+
+
+def test_a_method_of_eight_lines_equals_its_dense_reference(peak, monkeypatch):
+    """In chunks, of a prompt beyond the budget and of one that fills it later."""
+    monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
+    variant, sizes = Variant(64, 15, "sum", "token", sinks=0), Sizes(64, 64, 32)
+    model, prompts = DenseLlama(ensure_model()), prompts_of(300, 122)
+    expected = [
+        generate(model, prompt, NUM_TOKENS, [variant], sizes, head_class=PeakHead)[0]
+        for prompt in prompts
+    ]
+    with engine(**peak, max_num_batched_tokens=256) as llm:
+        assert_equal_densely(llm, prompts, expected)
+
+
+def test_a_method_without_a_kernel_is_refused(peak):
+    with (
+        pytest.raises(ValueError, match="h2o_score='peak'.*VLLM_H2O_KERNELS=reference"),
+        engine(**peak),
+    ):
+        pass
 
 
 def outcomes(prompts):
@@ -35,3 +98,8 @@ def test_other_kernels_are_refused(monkeypatch):
         engine(kv_policy="h2o", h2o_budget=128),
     ):
         pass
+
+
+def test_the_docs_show_this_very_class():
+    page = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
+    assert inspect.getsource(Peak) in page.read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.forcing import forced
 from benchmarks.smollm2 import ensure_model
-from tests.engine.helpers import engine, generate, prompts_of
+from tests.engine.helpers import assert_equal_densely, engine, prompts_of
 from tests.engine.tiny_models import random_prompts, save_llama
 from tests.reference.dense_h2o import DenseLlama, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
@@ -98,8 +98,7 @@ def test_engine_equals_reference_also_here(llm, prompts, expected_of_others, var
 
 def check_variant(llm, prompts, variant, expected):
     llm.collective_rpc("probe_set_policy", args=(settings_of(variant),))
-    llm.collective_rpc("probe_watch")
-    assert_equal(llm, prompts, expected[variant])
+    assert_equal_densely(llm, prompts, expected[variant])
 
 
 @pytest.mark.parametrize("block", [32, 128])
@@ -124,8 +123,7 @@ def test_budgets_by_head_equal_reference(block):
     settings = json.loads(settings_of(variant))
     options = {f"h2o_{name}": value for name, value in settings.items()}
     with engine(kv_policy="h2o", block_size=block, **options) as llm:
-        llm.collective_rpc("probe_watch")
-        assert_equal(llm, prompts, expected)
+        assert_equal_densely(llm, prompts, expected)
 
 
 def test_layout_vec16_equals_reference(tmp_path):
@@ -143,8 +141,7 @@ def test_layout_vec16_equals_reference(tmp_path):
     options |= {"kv_policy": "h2o", "skip_tokenizer_init": True}
     with engine(folder, max_num_batched_tokens=256, **options) as llm:
         assert llm.collective_rpc("probe_layout") == ["vec16"]
-        llm.collective_rpc("probe_watch")
-        assert_equal(llm, prompts, expected)
+        assert_equal_densely(llm, prompts, expected)
 
 
 def test_loss_equals_reference(tmp_path):
@@ -183,36 +180,3 @@ def own_sizes(blocks, block):
         return Sizes(block // 2, block // 2, block)
     recent = (blocks + 1) // 2 * block
     return Sizes(blocks * block - recent, recent, block)
-
-
-def assert_equal(llm, prompts, expected):
-    tokens = generate(llm, prompts, NUM_TOKENS)
-    survivors = list(llm.collective_rpc("probe_survivors")[0].values())
-    assert len(survivors) == len(prompts)
-    for i, result in enumerate(expected):
-        # Another processor sums in another order: logits then differ by about 1e-4.
-        assert result.margin > 1e-3, f"prompt {i} meets a tie: take another"
-        assert tokens[i] == result.tokens, f"prompt {i}"
-        wrong = _differences(survivors[i], result.heads)
-        # Equal but for ties: float32 sums in another order decide them.
-        untied = [w for w in wrong if not _is_tie(w)]
-        assert not untied, f"prompt {i}, (layer, head, engine only, reference only)"
-        assert len(wrong) <= 3, f"prompt {i}: too many ties to be ties"
-
-
-def _differences(survivors, heads):
-    """(layer, KV head, only in the engine, only in the reference, close calls)."""
-    found = []
-    for layer, (actual, expected) in enumerate(zip(survivors, heads, strict=True)):
-        for number, (tokens, head) in enumerate(zip(actual, expected, strict=True)):
-            kept = set(head.survivors())
-            if (only := set(tokens) - kept) or kept - set(tokens):
-                missing = kept - set(tokens)
-                found.append((layer, number, only, missing, head.close_calls))
-    return found
-
-
-def _is_tie(difference):
-    """One unit for another, in a decision that the reference calls close."""
-    _, _, only, missing, close_calls = difference
-    return len(only) == len(missing) and only | missing <= close_calls

@@ -127,14 +127,17 @@ class Head:
         variant, sizes = self.variant, self.sizes
         n = attention.shape[1]
         self.first_query = 0 if variant.window is None else max(0, n - variant.window)
-        observed = attention[:, self.first_query :].sum(dim=0)
-        ages = torch.arange(len(observed) - 1, -1, -1)
-        self.scores[:n] = (observed * (variant.decay**ages)[:, None]).sum(dim=0)
+        self.scores[:n] = self.scored(attention[:, self.first_query :].sum(dim=0))
         # Below the common budget all heads keep everything, whatever their own is.
         if n <= max(sizes.budget, self.common.budget):
             self.kept[:n] = True
         if n > self.common.budget and n > sizes.budget:
             self.select(n)
+
+    def scored(self, observed: torch.Tensor) -> torch.Tensor:
+        """Scores `[n]` of a prompt by what each of its queries gave, `[m, n]`."""
+        ages = torch.arange(len(observed) - 1, -1, -1)
+        return (observed * (self.variant.decay**ages)[:, None]).sum(dim=0)
 
     def select(self, n: int) -> None:
         """Keep what a head of this size keeps of `n` tokens."""
@@ -195,10 +198,12 @@ class Head:
     def accumulate(self, attention: torch.Tensor) -> None:
         """Add `[n]` probabilities, summed over the query heads of the group."""
         n = len(attention)
-        kept = self.kept[:n]
-        self.scores[:n] = torch.where(
-            kept, self.scores[:n] * self.variant.decay + attention, self.scores[:n]
-        )
+        kept, scores = self.kept[:n], self.scores[:n]
+        self.scores[:n] = torch.where(kept, self.added(scores, attention), scores)
+
+    def added(self, scores: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        """Scores `[n]` once another query has given this much."""
+        return scores * self.variant.decay + attention
 
     def survivors(self) -> list[int]:
         return self.kept.nonzero().flatten().tolist()
@@ -227,21 +232,24 @@ def generate(
     sizes: Sizes,
     own_sizes: list[list[Sizes]] | None = None,
     forced: list[int] | None = None,
+    head_class: type[Head] = Head,
 ) -> list[Result]:
     """Decode greedily, or through `forced` tokens, under every variant.
 
     `own_sizes` are those of each layer and KV head; `sizes` then is their average,
-    up to which nothing is evicted.
+    up to which nothing is evicted. `head_class` may score otherwise.
     """
     n, capacity = len(prompt), len(prompt) + num_tokens
     group = model.num_heads // model.num_kv_heads
     scale = model.head_dim**-0.5
+
+    def head_of(variant: Variant, layer: int, head: int) -> Head:
+        own = own_sizes[layer][head] if own_sizes else sizes
+        return head_class(variant, sizes, own, capacity)
+
     heads = [
         [
-            [
-                Head(v, sizes, own_sizes[layer][g] if own_sizes else sizes, capacity)
-                for g in range(model.num_kv_heads)
-            ]
+            [head_of(v, layer, g) for g in range(model.num_kv_heads)]
             for layer in range(model.num_layers)
         ]
         for v in variants

@@ -180,8 +180,7 @@ class H2OImpl(_Stock):
             layout=layout,
             scale=self.scale,
             softcap=float(self.logits_soft_cap or 0.0),
-            score_decay=self.h2o.score_decay,
-            mean=self.h2o.score == "mean",
+            method=self.h2o.method,
             heads=self.heads.slots() if self.heads else None,
         )
         if not kv_cache.is_cpu:

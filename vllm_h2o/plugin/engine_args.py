@@ -32,6 +32,7 @@ from vllm_h2o.policy.config import (
     parse_window,
     resolve_config,
 )
+from vllm_h2o.policy.methods import METHODS
 
 SCHEDULER_CLS = "vllm_h2o.core.scheduler.H2OScheduler"
 WORKER_CLS = {
@@ -298,9 +299,8 @@ def add_cli_group(parser: Any) -> None:
     )
     add(
         "h2o_score",
-        "Compare tokens by the sum of the attention they got, or by its mean over "
-        "the queries that could see them.",
-        choices=("sum", "mean"),
+        f"What tokens are compared by: {_summaries()}.",
+        choices=tuple(METHODS),
     )
     add("h2o_score_decay", "Factor on old scores per new query, 0 to 1.", type=float)
     add(
@@ -315,6 +315,15 @@ def add_cli_group(parser: Any) -> None:
         "an engine has measured of the model at its first start, or 'measure': what "
         "this one measures anew.",
     )
+
+
+def _summaries() -> str:
+    """The methods, each with the first line of its description."""
+    first_lines = {
+        name: (cls.__doc__ or name).splitlines()[0].rstrip(".")
+        for name, cls in METHODS.items()
+    }
+    return "; ".join(f"{name}: {line}" for name, line in first_lines.items())
 
 
 def _cli(parse):

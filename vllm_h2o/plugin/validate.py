@@ -19,6 +19,7 @@ from vllm_h2o.plugin.engine_args import (
 )
 from vllm_h2o.policy.config import MEASURE
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import fused_form_of
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from vllm_h2o.policy.config import H2OConfig
+    from vllm_h2o.policy.methods import Method
 
 _OFF = "or drop --kv-policy (kv_policy, enable_h2o)"
 _WINDOWED = {"sliding_attention", "chunked_attention"}
@@ -44,7 +46,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     _check_model(vllm_config)
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
-    _check_kernel(vllm_config)
+    _check_kernel(vllm_config, config)
     SlotLayout.from_config(
         config,
         vllm_config.cache_config.block_size,
@@ -173,7 +175,7 @@ def _check_cache(vllm_config: VllmConfig) -> None:
         _refuse("--kv-cache-dtype", dtype, f"use --kv-cache-dtype {named}")
 
 
-def _check_kernel(vllm_config: VllmConfig) -> None:
+def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
     """What the kernel lacks, as far as the model's config tells."""
     from vllm.platforms import current_platform
 
@@ -183,15 +185,35 @@ def _check_kernel(vllm_config: VllmConfig) -> None:
     shape = (model.dtype, model.get_head_size(), block_size)
     if current_platform.is_cpu():
         from vllm_h2o.attention.cpu_backend import check_layer
+        from vllm_h2o.attention.ops import cpu, runs_reference
 
         check_layer(*shape)
+        if not runs_reference():
+            check_method(config.method, cpu.FORMS, "CPU")
         return
     from vllm_h2o.attention.ops import triton
 
+    check_method(config.method, triton.FORMS, "CUDA")
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
     triton.check_supported(*shape, heads, kv_heads)
     check_cuda_options(vllm_config)
+
+
+def check_method(method: Method, forms: frozenset[str], platform: str) -> None:
+    """Raise ValueError where the platform's kernels do not have a method.
+
+    Args:
+        method: What tokens are compared by.
+        forms: The kernels' own, see `Method.fused_form`.
+        platform: Where they run.
+    """
+    if fused_form_of(method) not in forms:
+        raise ValueError(
+            f"h2o_score={method.name!r} (--h2o-score) has no kernel on {platform}: set "
+            "VLLM_H2O_KERNELS=reference, which runs every method in plain torch, "
+            f"slowly and on CPU only, or use one of {', '.join(sorted(forms))}"
+        )
 
 
 def check_cuda_options(vllm_config: VllmConfig) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_h2o.policy.methods import METHODS, Method
+
 ALL_QUERIES = "all"
 """`observation_window` value: every prompt query scores (the H2O paper)."""
 
@@ -14,7 +16,6 @@ UNIFORM, AUTO, MEASURE = "uniform", "auto", "measure"
 """`head_budgets` values that are no file."""
 
 _OF_SCORES = ("observation_window", "pooling", "score", "score_decay")
-_SCORES = ("sum", "mean")
 _UNITS = ("token", "block")
 
 
@@ -37,8 +38,7 @@ class H2OConfig:
             prompt; `"all"`: every one.
         pooling: Width (odd) of the max-pool over neighbouring prompt positions
             when the prompt is compressed; 1: none.
-        score: `"sum"` of the attention received, or its `"mean"` over the
-            queries that could see the token.
+        score: What tokens are compared by: the name of one of `METHODS`.
         score_decay: What an old score is multiplied by per new query.
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
@@ -72,7 +72,7 @@ class H2OConfig:
         _check_int("pooling", self.pooling, 1)
         if self.pooling % 2 == 0:
             raise _bad("pooling", self.pooling, "use an odd width, 1 for none")
-        _check_choice("score", self.score, _SCORES)
+        _check_choice("score", self.score, tuple(METHODS))
         _check_choice("eviction_unit", self.eviction_unit, _UNITS)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
             fix = "use 'uniform', 'auto', 'measure' or the file of a head profile"
@@ -88,6 +88,13 @@ class H2OConfig:
                 "h2o_recent_ratio=1.0 leaves none: use h2o_eviction_unit='token' "
                 "or a smaller h2o_recent_ratio"
             )
+
+    @property
+    def method(self) -> Method:
+        """What tokens are compared by, with the options of it that are given here."""
+        cls = METHODS[self.score]
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{n: getattr(self, n) for n in names if hasattr(self, n)})
 
     @property
     def keeps_heavy_set(self) -> bool:

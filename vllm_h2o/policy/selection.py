@@ -7,31 +7,28 @@ import math
 import torch
 import torch.nn.functional as F
 
-from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.scores import comparable
 
 
 def select_residents(
-    scores: torch.Tensor, config: H2OConfig, layout: SlotLayout, first_query: int
+    value: torch.Tensor, pooling: int, layout: SlotLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the resident tokens of a prompt, per KV head.
 
     The recent window and the sinks stay; the other heavy slots go to the
-    highest scores among what is older, ties to the lower position.
+    highest values among what is older, ties to the lower position.
 
     Args:
-        scores: `[num_kv_heads, n]` float32 summed scores of the whole prompt.
-        config: The policy.
+        value: `[num_kv_heads, n]` float32, what the prompt's tokens are worth.
+        pooling: Width (odd) of the max-pool over neighbouring positions; 1: none.
         layout: The slots.
-        first_query: Position of the first query that scored.
 
     Returns:
         `(positions, slots)`: `[num_kv_heads, m]` int64 token positions, and
         `[m]` int64 slots, the same for every head, `m` the resident tokens.
     """
-    num_kv_heads, num_tokens = scores.shape
-    everything = torch.arange(num_tokens, device=scores.device)
+    num_kv_heads, num_tokens = value.shape
+    everything = torch.arange(num_tokens, device=value.device)
     if num_tokens <= layout.budget:
         return everything.expand(num_kv_heads, -1), everything
     ring_start = _ring_start(layout, num_tokens)
@@ -39,12 +36,9 @@ def select_residents(
     recent_slots = (
         layout.heavy_slots + (recent - layout.heavy_slots) % layout.recent_slots
     )
-    value = scores
-    if config.score == "mean":
-        value = comparable(scores, everything, first_query, num_tokens)
-    if config.pooling > 1:
+    if pooling > 1:
         value = F.max_pool1d(
-            value.unsqueeze(1), config.pooling, stride=1, padding=config.pooling // 2
+            value.unsqueeze(1), pooling, stride=1, padding=pooling // 2
         ).squeeze(1)
     value = value[:, :ring_start]
     if layout.whole_blocks:

@@ -111,7 +111,7 @@ def observe(
 ) -> None:
     """Add the attention of consecutive prompt queries to the prompt's scores.
 
-    The formula is `vllm_h2o.policy.scores.observe`'s; the keys are in their pages.
+    The formula is the method's (`vllm_h2o.policy.methods`).
 
     Args:
         query: `[m, num_heads, head_size]`, queries at positions

@@ -39,6 +39,8 @@ if platform.machine() == "x86_64":
     # gcc's own choice for Intel's is 256 bits, also beside the kernels' vectors of 512.
     _FLAGS.append("-mprefer-vector-width=512")
 
+FORMS = frozenset({"sum", "mean"})
+"""Methods that the kernels have, by `fused_form`."""
 _DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -316,6 +318,7 @@ def _layer_args(pages: Pages, params: DecodeParams, kind: type[_Kind]) -> _Kind:
 
 def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
     layout, heads = params.layout, params.heads
+    assert params.fused_form in FORMS, params.method
     args = _Args(
         cache=pages.keys.data_ptr(),
         num_kv_heads=pages.keys.shape[1],
@@ -328,7 +331,7 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
         heavy_slots=layout.heavy_slots,
         pinned_slots=layout.pinned_slots,
         whole_blocks=layout.whole_blocks,
-        score_mean=params.mean,
+        score_mean=params.fused_form == "mean",
         scale=params.scale,
         softcap=params.softcap,
         score_decay=params.score_decay,

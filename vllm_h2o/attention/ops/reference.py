@@ -6,7 +6,6 @@ A whole engine runs on it with `VLLM_H2O_KERNELS=reference`, slowly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -18,9 +17,10 @@ from vllm_h2o.attention.ops.types import (
     ScoredLayer,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.policy import scores as policy_scores
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import Queries
+from vllm_h2o.policy.probabilities import tiles
 from vllm_h2o.policy.selection import select_residents
 
 
@@ -87,14 +87,15 @@ def choose(
     heads_of: dict[SlotLayout, list[int]] = {}
     for head, layout in enumerate(params.layouts_at(position, len(scores))):
         heads_of.setdefault(layout, []).append(head)
-    tokens_only = replace(config, pooling=1)
+    num_tokens = scores.shape[1]
+    queries = Queries(torch.arange(num_tokens), first_query, num_tokens)
+    values = params.method.value({"score": scores}, queries)
     chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for layout, heads in heads_of.items():
         poor = layout.budget < params.layout.budget
-        mine = scores if len(heads) == len(scores) else scores[heads]
-        positions, slots = select_residents(
-            mine, tokens_only if poor else config, layout, first_query
-        )
+        mine = values if len(heads) == len(values) else values[heads]
+        pooling = 1 if poor else config.pooling
+        positions, slots = select_residents(mine, pooling, layout)
         chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
     by_head = zip(*(chosen[head] for head in range(len(scores))), strict=True)
     return Chosen(*(pad_sequence([*rows], True, padding_value=-1) for rows in by_head))
@@ -150,15 +151,9 @@ def observe(
     """See `vllm_h2o.attention.ops.observe`."""
     end = first_position + len(query)
     keys = pages.keys[dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
-    policy_scores.observe(
-        query,
-        keys[:, :, :end],
-        first_position,
-        scale=params.scale,
-        score_decay=params.score_decay,
-        softcap=params.softcap,
-        scores=scores,
-    )
+    capped = {"scale": params.scale, "softcap": params.softcap}
+    for probs in tiles(query, keys[:, :, :end], first_position, **capped):
+        params.method.observe({"score": scores[:, : probs.shape[-1]]}, probs)
 
 
 def attend_observed(
@@ -245,12 +240,9 @@ class _Resident:
 
     def values(self, slots: torch.Tensor) -> torch.Tensor:
         """What the tokens in these slots are compared by."""
-        scores = self.get("scores", slots)
-        if not self.params.mean:
-            return scores
         births = self.get("births", slots)
-        seen = self.position - births.clamp(min=self.first_query)
-        return scores / seen
+        queries = Queries(births, self.first_query, self.position)
+        return self.params.method.value({"score": self.get("scores", slots)}, queries)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy tokens between slots."""
@@ -304,6 +296,7 @@ class _Resident:
             logits = params.softcap * torch.tanh(logits / params.softcap)
         probs = logits.softmax(dim=1)
         if self.scores_now:
-            scores = self.get("scores", slots) * params.score_decay
-            self.put("scores", slots, scores + probs.sum(dim=0))
+            state = {"score": self.get("scores", slots)}
+            params.method.observe(state, probs[:, None])
+            self.put("scores", slots, state["score"])
         return probs @ values

@@ -12,6 +12,7 @@ import torch
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import PageOf
+from vllm_h2o.policy.methods import Method, fused_form_of
 
 
 @dataclass(frozen=True)
@@ -88,17 +89,25 @@ class DecodeParams:
         layout: The slots of a request.
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
-        score_decay: Factor on old scores per new query.
-        mean: Compare scores divided by the queries that could see a token.
+        method: What a token in a slot is worth.
         heads: Budgets by head, None where all have the same.
     """
 
     layout: SlotLayout
     scale: float
     softcap: float
-    score_decay: float
-    mean: bool
+    method: Method
     heads: HeadSlots | None = None
+
+    @cached_property
+    def fused_form(self) -> str | None:
+        """The form in which kernels have the method, if any."""
+        return fused_form_of(self.method)
+
+    @cached_property
+    def score_decay(self) -> float:
+        """What the fused forms multiply an old score by, per new query."""
+        return getattr(self.method, "score_decay", 1.0)
 
     @cached_property
     def largest_budget(self) -> int:

@@ -5,6 +5,7 @@ Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from vllm_h2o.attention.ops.triton.launch import (
+    FORMS,
     DecodeScratch,
     Tuning,
     check_supported,
@@ -15,6 +16,7 @@ from vllm_h2o.attention.ops.triton.selection import choose
 from vllm_h2o.attention.ops.triton.transition import compress, transition
 
 __all__ = [
+    "FORMS",
     "DecodeScratch",
     "Tuning",
     "check_supported",

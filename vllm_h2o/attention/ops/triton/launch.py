@@ -20,6 +20,8 @@ from vllm_h2o.attention.ops.triton.combine import combine_kernel
 from vllm_h2o.attention.ops.triton.decode import attend_kernel
 from vllm_h2o.attention.pages import Pages
 
+FORMS = frozenset({"sum", "mean"})
+"""Methods that the kernels have, by `fused_form`."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_GROUP = 16
 _TILE_BYTES = 16 * 1024
@@ -167,6 +169,7 @@ def decode_resident(
     _check_strides(query, key, value, pages, rows, output)
     if num_rows == 0:
         return
+    assert params.fused_form in FORMS, params.method
     scratch = rows.scratch
     if scratch is None:
         scratch = DecodeScratch.allocate(
@@ -189,7 +192,8 @@ def decode_resident(
     attend_kernel[(num_rows, num_kv_heads, shapes["max_splits"])](
         query=query, query_strides=query.stride()[:2],
         scale=params.scale, softcap=params.softcap,
-        PINNED=layout.pinned_slots, MEAN=params.mean, SOFTCAP=params.softcap > 0.0,
+        PINNED=layout.pinned_slots, SOFTCAP=params.softcap > 0.0,
+        MEAN=params.fused_form == "mean",
         BLOCK_S=_tile_slots(scratch.tuning, query),
         CANDIDATES=max(1, CANDIDATE_TILE // shapes["BLOCK_U"]),
         num_warps=scratch.tuning.num_warps, num_stages=scratch.tuning.num_stages,

@@ -112,7 +112,7 @@ def observe_kernel(
     Grid `(tiles of tokens, num_kv_heads)`: tokens outside, queries inside, so
     nothing is shared between programs and the sums have one order.
 
-    Reference: policy/scores.py::observe, but for its decay of older scores.
+    Reference: policy/methods/sum.py::observe, but for its decay of older scores.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     num_tokens = first_position + num_queries

@@ -224,7 +224,7 @@ def choose(
     tile = max(_IMAGE_TILE // block_u, 1)
     image_kernel[(triton.cdiv(num_tokens // unit, tile), num_kv_heads)](
         scores=scores, scores_stride=scores.stride(0), first_query=first_query,
-        PINNED=layout.pinned_slots, MEAN=config.score == "mean",
+        PINNED=layout.pinned_slots, MEAN=params.fused_form == "mean",
         POOLING=config.pooling, BLOCK_U=block_u, TILE=tile, num_warps=4, **shared,
     )  # fmt: skip
     select_kernel[(num_kv_heads,)](
