@@ -75,6 +75,8 @@ def sweep_cells(args: argparse.Namespace) -> list[Cell]:
 def start_ray(address: str | None = None, num_cpus: int | None = None) -> None:
     """Connect to a cluster, or start Ray here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's workers give way to others (niceness 15): what is measured must not.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if address is None:
         ray.init(num_cpus=num_cpus, include_dashboard=False)
         return

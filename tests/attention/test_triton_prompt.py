@@ -38,8 +38,9 @@ def test_soft_capped_scores():
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 def test_window_that_spans_chunks(decay):
-    """Scores of earlier queries decay and stay, also past what is seen yet."""
+    """Scores of earlier queries decay and stay; what is not seen yet has none."""
     scores = torch.rand(2, 120, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    scores[:, 90:] = 0.0
     check_scores(make_prompt(90), make_queries(20, 4), 90, decay, scores=scores)
 
 

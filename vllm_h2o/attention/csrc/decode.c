@@ -42,6 +42,7 @@ typedef struct {
     const int64_t *head_layouts;  /* [num_kv_heads][2] budget, heavy slots */
     const int64_t *head_offsets;  /* [num_kv_heads][head_blocks] see h2o_slots */
     const int32_t *head_columns;  /* [num_kv_heads][head_blocks] */
+    const int64_t *head_order;    /* [num_kv_heads] heads, the largest budget first */
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_size;
     int64_t query_stride, key_stride, value_stride, output_stride;
     int64_t block_table_stride, page_stride, state_offset;

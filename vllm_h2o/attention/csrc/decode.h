@@ -414,9 +414,16 @@ int NAME(const h2o_decode_args *a) {
 #pragma omp atomic write
             failed = 1;
         }
+        /* The longest work first: what is begun last is what the others wait for. */
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < items; ++i)
-            if (scratch) FN(step)(a, i / a->num_kv_heads, i % a->num_kv_heads, scratch);
+        for (int64_t i = 0; i < items; ++i) {
+            int64_t row = i / a->num_kv_heads, head = i % a->num_kv_heads;
+            if (a->head_order) {
+                row = i % a->num_rows;
+                head = a->head_order[i / a->num_rows];
+            }
+            if (scratch) FN(step)(a, row, head, scratch);
+        }
         free(scratch);
     }
     return failed;

@@ -120,8 +120,8 @@ def observe(
         dense_blocks: `[>= cdiv(first_position + m, block_size)]` int32 blocks of
             the prompt.
         first_position: Position of `query[0]`.
-        scores: `[num_kv_heads, >= first_position + m]` float32 sums of earlier
-            queries, updated in place.
+        scores: `[num_kv_heads, >= first_position + m]` float32 of earlier queries,
+            0 on what none of them saw; updated in place.
         params: The layer's constants.
 
     Raises:

@@ -63,7 +63,7 @@ class _Args(ctypes.Structure):
 
     _fields_ = _fields(
         "query key value output cache block_table positions first_queries "
-        "head_layouts head_offsets head_columns",
+        "head_layouts head_offsets head_columns head_order",
         "num_rows num_heads num_kv_heads head_size block_size "
         "query_stride key_stride value_stride output_stride "
         "block_table_stride page_stride state_offset "
@@ -341,6 +341,7 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
         args.head_layouts = heads.sizes.data_ptr()
         args.head_offsets = heads.offsets.data_ptr()
         args.head_columns = heads.columns.data_ptr()
+        args.head_order = heads.order.data_ptr()
         args.head_blocks = heads.columns.shape[1]
     return args
 

@@ -62,6 +62,11 @@ class HeadSlots:
         return torch.tensor([[x.budget, x.heavy_slots] for x in self.layouts])
 
     @cached_property
+    def order(self) -> torch.Tensor:
+        """`[num_kv_heads]` int64 heads, those with the largest budget first."""
+        return self.sizes[:, 0].argsort(descending=True, stable=True)
+
+    @cached_property
     def columns(self) -> torch.Tensor:
         """`[num_kv_heads, most blocks]` int32 resident block of each page."""
         return self._padded([[p.column for p in row] for row in self.pages]).int()
