@@ -27,7 +27,12 @@ def test_a_wheel_brings_the_options_and_the_kernels(tmp_path):
     subprocess.run([*wheel, str(tmp_path / "sources")], check=True, timeout=300)
     (built,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
-    for part in ("vllm_h2o/py.typed", "csrc/decode.h", "licenses/LICENSE"):
+    for part in (
+        "vllm_h2o/py.typed",
+        "csrc/decode.h",
+        "texts/narrative-en.txt",
+        "licenses/LICENSE",
+    ):
         assert any(name.endswith(part) for name in names), part
     assert not any(name.startswith(("tests", "benchmarks")) for name in names)
 

@@ -10,7 +10,12 @@ import vllm.logger
 from safetensors.torch import load_file, save_file
 
 from tests.engine.helpers import engine, generate, outcome
-from tests.engine.tiny_models import random_prompts, save_hybrid, save_llama
+from tests.engine.tiny_models import (
+    random_prompts,
+    save_hybrid,
+    save_llama,
+    save_reading_llama,
+)
 from vllm_h2o.calibrate import measure
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.plugin import calibration, head_profiles
@@ -86,6 +91,15 @@ def test_curves_are_those_of_transformers_and_heads_get_budgets_by_them(tmp_path
     found, wanted = (torch.tensor(p.errors) for p in (profile, expected))
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-7)
     assert len({len(head) for layer in survivors for head in layer}) > 1
+
+
+def test_a_model_with_a_tokenizer_reads_texts(tmp_path, cache):
+    """One without, as the others here, random ids."""
+    model = save_reading_llama(tmp_path)
+    with engine(model, **(OPTIONS | AUTO | {"skip_tokenizer_init": False})) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+    assert profile.measured_on == "4 texts of 1024 tokens, read by an engine"
+    assert profile.context_tokens == MAX_MODEL_LEN
 
 
 def test_two_ranks_measure_what_one_does(llama, measured, cache, monkeypatch):

@@ -56,7 +56,7 @@ def test_of_files_of_one_model_the_one_from_longer_texts_counts(folder):
 @pytest.mark.parametrize(
     "damage",
     [
-        {"version": 2},
+        {"version": 1},
         {"answers": None},
         {"answers": ["x", 0.0]},
         {"profile": None},

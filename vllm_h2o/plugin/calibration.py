@@ -20,19 +20,24 @@ from tqdm import tqdm
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_h2o.attention.reading import Reading, decoder_layer, output_projection
+from vllm_h2o.plugin.texts import calibration_texts
 from vllm_h2o.policy.errors import OBSERVED, grid_of
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger(f"vllm.{__name__}")
+
 MOST_TOKENS, FEWEST_TOKENS = 2048, 4 * OBSERVED
 """Of a text. 2048 is the least that vLLM's defaults let through in one step."""
-NUM_TEXTS = 4
+NUM_SEEDED_TEXTS = 4
 ANSWERED_TOKENS, ANSWERS = 64, 512
 """Ids that a model answers to, and how many numbers of its answers are compared."""
 
@@ -117,7 +122,7 @@ def measure(
             what was measured is of no use.
     """
     start, per_text = time.perf_counter(), []
-    texts = seeded_texts(model.vllm_config.model_config, text_tokens)
+    texts, kind = texts_to_read(model.vllm_config.model_config, text_tokens)
     first = get_tensor_model_parallel_rank() == 0
     num_kv_heads = model.vllm_config.model_config.get_total_num_kv_heads()
     for ids in tqdm(texts, desc="H2O reads", unit="text", disable=not first):
@@ -132,9 +137,7 @@ def measure(
         [[float(f"{e:.4g}") for e in head] for head in layer]
         for layer in errors.tolist()
     ]
-    source = (
-        f"{len(per_text)} texts of {text_tokens} random token ids, read by an engine"
-    )
+    source = f"{len(per_text)} texts of {text_tokens} {kind}, read by an engine"
     return HeadProfile(grid_of(text_tokens), rounded, source, text_tokens)
 
 
@@ -161,8 +164,47 @@ def longest_step(vllm_config: VllmConfig) -> tuple[str, int]:
     return min(most.items(), key=lambda item: item[1])
 
 
+def texts_to_read(model_config: Any, length: int) -> tuple[list[list[int]], str]:
+    """Token ids of texts, all of one length, and what these are.
+
+    Those of `vllm_h2o.plugin.texts`; random ones where the engine has no tokenizer, or
+    one that makes too few tokens of them. All ranks have the first one's.
+    """
+    texts: list[list[int]] = []
+    if get_tensor_model_parallel_rank() == 0:
+        try:
+            texts = _tokenized(model_config, length)
+        except Exception as error:
+            logger.warning_once("H2O can not tokenize its texts: %s", str(error))
+    if texts := of_first_rank(texts):
+        return texts, "tokens"
+    return seeded_texts(model_config, length), "random token ids"
+
+
+def _tokenized(model_config: Any, length: int) -> list[list[int]]:
+    """The ends of the texts, where what is asked for has been said before."""
+    tokenizer = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        return []
+    start = _first_ids(model_config)
+    ids = [
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in calibration_texts().values()
+    ]
+    cut = [start + list(each)[len(start) - length :] for each in ids]
+    return [each for each in cut if len(each) == length]
+
+
+def _first_ids(model_config: Any) -> list[int]:
+    """What prompts of the model begin with, if anything."""
+    first = getattr(model_config.hf_text_config, "bos_token_id", None)
+    if isinstance(first, int) and 0 <= first < model_config.get_vocab_size():
+        return [first]
+    return []
+
+
 def seeded_texts(model_config: Any, length: int) -> list[list[int]]:
-    """Token ids that every start has alike; each text says its first half twice.
+    """Random token ids that every start has alike; each says its first half twice.
 
     So heads that look up what stood before show themselves.
     """
@@ -170,10 +212,8 @@ def seeded_texts(model_config: Any, length: int) -> list[list[int]]:
     size = model_config.get_vocab_size()
     # Special and unused tokens sit at both ends of a vocabulary.
     low, high = size // 50, max(9 * size // 10, size // 50 + 1)
-    bos = getattr(model_config.hf_text_config, "bos_token_id", None)
-    start = [bos] if isinstance(bos, int) and 0 <= bos < size else []
-    texts = []
-    for _ in range(NUM_TEXTS):
+    start, texts = _first_ids(model_config), []
+    for _ in range(NUM_SEEDED_TEXTS):
         half = torch.randint(low, high, ((length + 1) // 2,), generator=generator)
         texts.append((start + 2 * half.tolist())[:length])
     return texts

@@ -1,0 +1,52 @@
+"""The texts that an engine reads to measure its heads.
+
+Those in files are in the public domain: the beginnings of an English and of a Spanish
+Bible (`narrative-en`, the World English Bible; `narrative-es`, Reina-Valera 1909).
+`benchmarks/make_texts.py` has cut them.
+The others are sources of this package, and lines that are made up here: a log, and
+facts that are asked for later, so that heads which look things up show themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+_PACKAGE = FOLDER.parents[1]
+_NAMES = "alice bruno chen dora emil fatima".split()
+_PATHS = "/v1/completions /health /metrics /v1/models /login".split()
+
+
+def calibration_texts() -> dict[str, str]:
+    """All texts by name, each of over 2048 tokens of a usual vocabulary."""
+    found = {path.stem: path.read_text("utf-8") for path in FOLDER.glob("*.txt")}
+    sources = ("core/manager.py", "attention/csrc/choose.h")
+    found["code"] = "\n".join((_PACKAGE / path).read_text()[:6500] for path in sources)
+    found["facts"] = _facts(random.Random(0))
+    return dict(sorted(found.items()))
+
+
+def _facts(generator: random.Random) -> str:
+    """A log as JSON, then codes of people, then questions for all of them."""
+    choice, below = generator.choice, generator.randrange
+    lines = [
+        json.dumps(
+            {
+                "time": f"2024-05-{1 + n % 28:02}T{below(24):02}:{below(60):02}:00Z",
+                "user": choice(_NAMES),
+                "path": choice(_PATHS),
+                "status": choice([200, 200, 200, 404, 500]),
+                "ms": below(3, 900),
+            }
+        )
+        for n in range(20)
+    ]
+    codes = {
+        f"{choice(_NAMES)}-{below(100, 1000)}": below(10**5, 10**6) for _ in range(48)
+    }
+    lines += [f"The code of {who} is {code}." for who, code in codes.items()]
+    asked = generator.sample(sorted(codes), len(codes))
+    lines += [f"What is the code of {who}? It is {codes[who]}." for who in asked]
+    return "\n".join(lines)
