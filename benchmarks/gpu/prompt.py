@@ -94,12 +94,12 @@ def scoring(timed: Timed, sizes: Sizes, device: torch.device) -> tuple[float, fl
     pages = random_pages(num_blocks + 1, sizes, device)
     blocks = torch.randperm(num_blocks, device=device) + 1
     query = random_tokens(sizes.context, sizes.num_heads, sizes, device)
-    scores = torch.zeros(sizes.num_kv_heads, sizes.context, device=device)
+    state = {"score": torch.zeros(sizes.num_kv_heads, sizes.context, device=device)}
     params = params_of(sizes)
     first = sizes.context - sizes.window
     lse = torch.zeros(sizes.num_heads, sizes.context, device=device)
-    window = timed(lambda: observe(query[first:], pages, blocks, first, scores, params))
-    every = timed(lambda: observe(query, pages, blocks, 0, scores, params, lse))
+    window = timed(lambda: observe(query[first:], pages, blocks, first, state, params))
+    every = timed(lambda: observe(query, pages, blocks, 0, state, params, lse))
     return window, every
 
 
@@ -115,15 +115,13 @@ def transition(
     if by_head:
         params = dataclasses.replace(params, heads=uneven_heads(layers, sizes)[0])
     blocks = torch.randperm(num_blocks, device=device) + 1
-    scores = torch.rand(sizes.num_kv_heads, sizes.context, device=device)
+    state = {"score": torch.rand(sizes.num_kv_heads, sizes.context, device=device)}
     last = sizes.context
-    arguments = (scores, last, last - sizes.window, config, params)
+    arguments = (state, last, last - sizes.window, config, params)
 
     def move() -> None:
         chosen = choose(*arguments)
-        compress(
-            layers[0], blocks[:dense], blocks[dense:], last, chosen, scores, params
-        )
+        compress(layers[0], blocks[:dense], blocks[dense:], last, chosen, state, params)
 
     return timed(lambda: choose(*arguments)), timed(move)
 

@@ -68,12 +68,13 @@ LEVERS: list[Variant] = [
         ("sinks", 4),
         ("recent_ratio", 0.5),
         ("score", "sum"),
+        ("score", "norm"),
         ("observation_window", "all"),
         ("observation_window", 64),
         ("pooling", 1),
     )
 ]
-"""What the preset sets, one at a time set back: why it is set."""
+"""What the preset sets, one at a time set otherwise: why it is set."""
 PRESSES = ["tova", "observed_attention", "snapkv", "streaming_llm"]
 PRESSES_TOO = ["expected_attention", "keydiff", "random"]
 SHARED = ["32-head-sum", "32-layer-sum", "32-model-sum", "32-model-random"]

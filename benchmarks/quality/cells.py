@@ -18,6 +18,8 @@ from benchmarks.quality.reading import ForcedRecord
 from benchmarks.quality.tasks import Question, questions
 from benchmarks.quality.texts import kinds_of, texts
 from benchmarks.smollm2 import ensure_model
+from vllm_h2o.attention.ops import KERNELS
+from vllm_h2o.policy.methods import METHODS, fused_form_of
 
 FULL = "full"
 ENGINE, KVPRESS, BLOCKS = "vllm_h2o", "kvpress", "shared_blocks"
@@ -98,6 +100,9 @@ def run_apart(cell: Cell) -> Rows:
         subprocess.CalledProcessError: It failed; its traceback is on stderr.
     """
     env = {} if _POOL_GIB in os.environ else {_POOL_GIB: "2"}
+    score = cell.options.get("score")
+    if score and fused_form_of(METHODS[score]()) is None:
+        env[KERNELS] = "reference"
     rows = run_in_process("benchmarks.quality.cells:run_job", asdict(cell), env)
     return [tuple(row) for row in rows]
 

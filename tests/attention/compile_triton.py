@@ -79,10 +79,10 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     if by_head:
         params = dataclasses.replace(params, heads=heads_of(pages, [512, 1024]))
     decode_resident(query, key, key, pages, rows, params, query)
-    blocks, scores = torch.arange(4), torch.zeros(2, block_size)
-    observe(query, pages, blocks, 7, scores, params)
-    chosen = choose(scores, 0, 0, H2OConfig(), params)
-    compress(pages, blocks, table[0], 0, chosen, scores, params)
+    blocks, state = torch.arange(4), {"score": torch.zeros(2, block_size)}
+    observe(query, pages, blocks, 7, state, params)
+    chosen = choose(state, 0, 0, H2OConfig(), params)
+    compress(pages, blocks, table[0], 0, chosen, state, params)
 
 
 def heads_of(pages, heavy):
@@ -126,10 +126,10 @@ def launch_prompts():
     for num_tokens, num_queries, first in sizes:
         table = torch.zeros(2, 512, dtype=torch.int32)[1, first:]
         query = torch.empty(num_queries, 6, 128, dtype=torch.bfloat16)
-        scores, start = torch.zeros(3, num_tokens), num_tokens - num_queries
-        observe(query, pages, table, start, scores, params)
-        chosen = choose(scores, num_tokens - 1, start, H2OConfig(), params)
-        compress(pages, table, table, num_tokens - 1, chosen, scores, params)
+        state, start = {"score": torch.zeros(3, num_tokens)}, num_tokens - num_queries
+        observe(query, pages, table, start, state, params)
+        chosen = choose(state, num_tokens - 1, start, H2OConfig(), params)
+        compress(pages, table, table, num_tokens - 1, chosen, state, params)
 
 
 if __name__ == "__main__":

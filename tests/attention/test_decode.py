@@ -184,7 +184,7 @@ def test_budgets_by_head_equal_reference(layer):
                 scores = layers[layer].scores[table[0].long()]
                 scores = scores.transpose(0, 1).flatten(1)
                 config = H2OConfig(sinks=4, pooling=1)
-                scored = [ScoredLayer(layers[layer], scores, params)]
+                scored = [ScoredLayer(layers[layer], {"score": scores}, params)]
                 part_ways(scored, table[0], table[0], position, 0, config)
             op(query, key, value, layers[layer], rows, params, output)
             outputs.append(output)
@@ -204,7 +204,7 @@ def test_heads_are_chosen_for_together_as_each_alone(position):
     heads = heads_of(pages, 0, blocks)
     params = replace(params_of(), heads=heads)
     scores = torch.rand(4, position + 1)
-    chosen = reference.choose(scores, position, 0, config, params)
+    chosen = reference.choose({"score": scores}, position, 0, config, params)
     layouts = params.layouts_at(position, 4)
     for head, layout in enumerate(layouts):
         pooling = 1 if layout.budget < 48 else 7

@@ -128,12 +128,12 @@ def test_mixed_batch():
 def test_scores_of_earlier_steps_are_there_for_every_group():
     step = StepRows()
     for layer in ("one", "another"):
-        step.partial_scores("r")[layer] = layer
+        step.partial_states("r")[layer] = layer
     for layer in ("one", "another"):  # as `observe_prompt` takes them
-        assert step.partial_scores("r").pop(layer) == layer
-    step.partial_scores("r")["one"] = 1
+        assert step.partial_states("r").pop(layer) == layer
+    step.partial_states("r")["one"] = 1
     step.begin(plan_of({}), ["r"])
-    assert step.partial_scores("r") == {}
+    assert step.partial_states("r") == {}
 
 
 def test_what_the_last_step_left_is_done_once_and_not_for_the_gone():

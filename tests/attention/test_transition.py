@@ -38,7 +38,7 @@ def make_layers(dtype, blocks, num_tokens, params, by_head):
         constants = params
         if by_head:
             constants = replace(params, heads=heads_of(pages, i, blocks))
-        layers.append(ScoredLayer(mine, scores, constants))
+        layers.append(ScoredLayer(mine, {"score": scores}, constants))
     return layers
 
 

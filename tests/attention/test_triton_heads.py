@@ -148,7 +148,8 @@ def test_parting_in_place(layer):
         scores = own[layer].scores[blocks.long()].transpose(0, 1).flatten(1)
         chosen = check_choice(scores, 48, 9, CONFIG, params)
         assert {*(chosen.slots >= 0).sum(dim=1).tolist()} <= {16, 32, 48}
-        copy(own[layer], blocks, blocks, 48, chosen, scores, params)
+        state = {"score": scores}
+        copy(own[layer], blocks, blocks, 48, chosen, state, params)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))

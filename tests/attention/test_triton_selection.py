@@ -37,10 +37,10 @@ def check(scores, layout=LAYOUT, config=SUM):
 def check_both(scores, *args):
     """Return the choice in Triton; the one in C is the reference's, too."""
     *args, params = args
-    expected = reference.choose(scores.cpu(), *args, params)
+    expected = reference.choose({"score": scores.cpu()}, *args, params)
     # The choice asks of the pages how many heads there are, and nothing else.
     pages = Pages.view(make_cache(torch.float32, len(scores), 16, 16))
-    layer = ScoredLayer(pages, scores.cpu().contiguous(), params)
+    layer = ScoredLayer(pages, {"score": scores.cpu().contiguous()}, params)
     positions, slots = cpu.choose([layer], *args).tokens[:, 0]
     check_same_choice(Chosen(positions, slots), expected)
     return check_choice(scores, *args, params)

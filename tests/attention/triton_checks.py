@@ -75,8 +75,8 @@ def check_scores(prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None)
     if scores is None:
         scores = torch.zeros(pages.keys.shape[1], num_tokens, device=DEVICE)
     expected, params = scores.clone(), scoring_params(decay, softcap)
-    reference.observe(query, pages, dense, first, expected, params)
-    observe(query, pages, dense, first, scores, params)
+    reference.observe(query, pages, dense, first, {"score": expected}, params)
+    observe(query, pages, dense, first, {"score": scores}, params)
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -93,9 +93,11 @@ def poisoned():
 
 def check_choice(scores, position, first_query, config, params):
     """Both choose the same tokens for the same slots, ties included; return them."""
-    expected = reference.choose(scores.cpu(), position, first_query, config, params)
+    expected = reference.choose(
+        {"score": scores.cpu()}, position, first_query, config, params
+    )
     with poisoned():
-        actual = choose(scores, position, first_query, config, params)
+        actual = choose({"score": scores}, position, first_query, config, params)
     check_same_choice(actual, expected)
     return actual
 
@@ -125,5 +127,5 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     chosen = check_choice(scores, num_tokens, first_query, config, params)
     expected = clone(pages)
     for copy, into in ((reference.compress, expected), (compress, pages)):
-        copy(into, dense, resident, num_tokens, chosen, scores, params)
+        copy(into, dense, resident, num_tokens, chosen, {"score": scores}, params)
     assert torch.equal(content(pages), content(expected))

@@ -60,7 +60,9 @@ def clone(pages, device=None):
         view = getattr(pages, name)
         tensor = torch.empty(0, dtype=view.dtype, device=device)
         own[name] = tensor.set_(raw, view.storage_offset(), view.shape, view.stride())
-    return Pages(**own, page_stride=pages.page_stride, state_offset=pages.state_offset)
+    keys, values, scores, births = own.values()
+    sizes = pages.page_stride, pages.state_offset
+    return Pages(keys, values, {"score": scores}, births, *sizes)
 
 
 def content(pages):

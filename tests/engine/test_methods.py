@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import assert_equal_densely, engine, outcome, prompts_of
@@ -38,29 +39,58 @@ class PeakHead(Head):
         return scores.maximum(attention)
 
 
-@pytest.fixture
-def peak(monkeypatch):
-    monkeypatch.setitem(METHODS, Peak.name, Peak)
+class NormHead(Head):
+    """The method `norm` in the dense reference."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.norms = torch.zeros_like(self.scores)
+
+    def meet(self, first, values):
+        self.norms[first : first + len(values)] = values.abs().sum(dim=-1)
+
+    def values(self, seen):
+        return super().values(seen) * self.norms
+
+
+def options_of(name):
     return {
         "kv_policy": "h2o",
         "h2o_budget": 128,
-        "h2o_score": Peak.name,
+        "h2o_score": name,
         "h2o_recent_ratio": 0.5,
         "h2o_observation_window": 64,
         "h2o_head_budgets": "uniform",
     }
 
 
+@pytest.fixture
+def peak(monkeypatch):
+    monkeypatch.setitem(METHODS, Peak.name, Peak)
+    return options_of(Peak.name)
+
+
 def test_a_method_of_eight_lines_equals_its_dense_reference(peak, monkeypatch):
-    """In chunks, of a prompt beyond the budget and of one that fills it later."""
+    check(peak, "sum", PeakHead, monkeypatch)
+
+
+def test_a_method_with_state_of_its_own_equals_its_dense_reference(monkeypatch):
+    check(options_of("norm"), "mean", NormHead, monkeypatch)
+
+
+def check(options, score, head_class, monkeypatch):
+    """In chunks, of a prompt beyond the budget and of one that fills it later; the
+    second time they hit the prefix cache."""
     monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
-    variant, sizes = Variant(64, 15, "sum", "token", sinks=0), Sizes(64, 64, 32)
+    variant, sizes = Variant(64, 15, score, "token", sinks=0), Sizes(64, 64, 32)
     model, prompts = DenseLlama(ensure_model()), prompts_of(300, 122)
     expected = [
-        generate(model, prompt, NUM_TOKENS, [variant], sizes, head_class=PeakHead)[0]
+        generate(model, prompt, NUM_TOKENS, [variant], sizes, head_class=head_class)[0]
         for prompt in prompts
     ]
-    with engine(**peak, max_num_batched_tokens=256) as llm:
+    options |= {"max_num_batched_tokens": 256, "enable_prefix_caching": True}
+    with engine(**options) as llm:
+        assert_equal_densely(llm, prompts, expected)
         assert_equal_densely(llm, prompts, expected)
 
 

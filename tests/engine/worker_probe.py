@@ -110,7 +110,8 @@ class WorkerProbe:
             digest = hashlib.sha256()
             for layer in self._layers().values():
                 pages = layer.impl._pages
-                for part in (pages.keys, pages.values, pages.scores, pages.births):
+                state = pages.state.values()
+                for part in (pages.keys, pages.values, pages.births, *state):
                     digest.update(part[block].contiguous().view(torch.uint8).numpy())
             digests.append(digest.hexdigest())
         return digests

@@ -4,20 +4,30 @@ import pytest
 import torch
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.methods import METHODS, Mean, Queries, Sum, fused_form_of
+from vllm_h2o.policy.methods import METHODS, Mean, Norm, Queries, Sum, fused_form_of
 from vllm_h2o.policy.probabilities import tiles
 
 VARIANTS = [*(cls() for cls in METHODS.values()), Sum(0.5), Sum(0.0), Mean(0.9)]
 OPTIONS = {"scale": 0.25, "softcap": 3.0}
 
 
+def started(method, keys):
+    """The state of a prompt before anybody looked."""
+    generator = torch.Generator().manual_seed(1)
+    keys = keys.transpose(1, 2)
+    values = torch.randn(keys.shape, generator=generator)
+    return method.start(keys, values, torch.arange(keys.shape[1]))
+
+
 def observed(method, query, keys, cuts):
-    """The scores of a prompt whose queries come in parts."""
-    scores = torch.zeros(len(keys), keys.shape[-1])
+    """The state of a prompt whose queries come in parts."""
+    state = started(method, keys)
     for start, stop in zip([0, *cuts], [*cuts, len(query)], strict=True):
         for probs in tiles(query[start:stop], keys[:, :, :stop], start, **OPTIONS):
-            method.observe({"score": scores[:, : probs.shape[-1]]}, probs)
-    return scores
+            visible = probs.shape[-1]
+            seen = {name: mine[:, :visible] for name, mine in state.items()}
+            method.observe(seen, probs)
+    return state
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +41,7 @@ def prompt():
 @pytest.mark.parametrize("method", VARIANTS, ids=str)
 def test_observing_in_parts_equals_observing_at_once(method, prompt):
     at_once = observed(method, *prompt, [])
+    assert tuple(at_once) == method.fields
     torch.testing.assert_close(observed(method, *prompt, [1, 130, 299]), at_once)
 
 
@@ -38,20 +49,20 @@ def test_observing_in_parts_equals_observing_at_once(method, prompt):
 def test_heads_are_observed_alone_as_side_by_side(method, prompt):
     query, keys = prompt
     probs = next(tiles(query[:90], keys[:, :, :90], 0, **OPTIONS))
-    side_by_side, alone = torch.rand(2, 90).expand(2, -1, -1).clone()
-    method.observe({"score": side_by_side}, probs)
+    state = started(method, keys[:, :, :90])
+    heads = [{name: mine[i].clone() for name, mine in state.items()} for i in (0, 1)]
+    method.observe(state, probs)
     queries = Queries(torch.arange(90), 7, 90)
-    values = method.value({"score": side_by_side}, queries)
+    values = method.value(state, queries)
     assert values.shape == (2, 90)
-    for head, scores in enumerate(alone):
-        method.observe({"score": scores}, probs[head])
-        torch.testing.assert_close(scores, side_by_side[head])
-        value = method.value({"score": scores}, queries)
+    for head, alone in enumerate(heads):
+        method.observe(alone, probs[head])
+        value = method.value(alone, queries)
         torch.testing.assert_close(value, values[head])
 
 
 def test_every_query_gives_each_of_its_heads_a_mass_of_one(prompt):
-    total = observed(Sum(), *prompt, []).sum()
+    total = observed(Sum(), *prompt, [])["score"].sum()
     torch.testing.assert_close(total, torch.tensor(300.0 * 6))
 
 
@@ -60,7 +71,8 @@ def test_without_memory_the_newest_query_counts(prompt):
     logits = query[-1].view(2, 3, 16) @ keys * OPTIONS["scale"]
     capped = OPTIONS["softcap"] * torch.tanh(logits / OPTIONS["softcap"])
     last = capped.softmax(-1).sum(1)
-    torch.testing.assert_close(observed(Sum(0.0), query, keys, [5]), last)
+    newest = observed(Sum(0.0), query, keys, [5])["score"]
+    torch.testing.assert_close(newest, last)
 
 
 def test_mean_takes_away_the_head_start_of_old_tokens():
@@ -75,6 +87,23 @@ def test_queries_that_scored_are_counted():
     """Those from position 3 to 5; a token counts from its own on."""
     positions = torch.tensor([0, 3, 4, 5, 9])
     assert Queries(positions, 3, 6).count().tolist() == [3, 3, 2, 1, 1]
+
+
+def test_norm_is_the_mean_times_the_length_of_the_value():
+    keys, values = torch.zeros(2, 1, 3, 4)
+    values[0, 1] = torch.tensor([1.0, -2.0, 0.0, 3.0])
+    state = Norm().start(keys, values, torch.arange(3))
+    state["score"] += 0.5
+    queries = Queries(torch.arange(3), 0, 3)
+    assert Norm().value(state, queries).tolist() == [[0.0, 0.5 / 2 * 6.0, 0.0]]
+
+
+def test_fields_that_nothing_could_keep_are_refused():
+    for fields in (("norm",), ("score", "keys")):
+        with pytest.raises(TypeError, match="fields"):
+            type("Other", (Mean,), {"fields": fields})
+    with pytest.raises(TypeError, match="fused form"):
+        type("Other", (Mean,), {"fields": ("score", "more"), "fused_form": "mean"})
 
 
 def test_a_subclass_has_no_kernel_of_its_base():

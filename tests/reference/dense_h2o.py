@@ -122,6 +122,9 @@ class Head:
             for i in (winner, loser):
                 self.close_calls.update(range(i * size, (i + 1) * size))
 
+    def meet(self, first: int, values: torch.Tensor) -> None:
+        """Get to know the values `[n, head_dim]` of the tokens from `first` on."""
+
     def read_prompt(self, attention: torch.Tensor) -> None:
         """Score and compress from `[group, n, n]` attention probabilities."""
         variant, sizes = self.variant, self.sizes
@@ -264,6 +267,7 @@ def generate(
         mixed = torch.einsum("hqk,khd->qhd", attention, v.repeat_interleave(group, 1))
         for g in range(model.num_kv_heads):
             for i in range(len(variants)):
+                heads[i][layer][g].meet(0, v[:, g])
                 heads[i][layer][g].read_prompt(attention[g * group : (g + 1) * group])
         x = model.after_attention(x, mixed, layer)
         grown = (len(variants), model.num_kv_heads, capacity, model.head_dim)
@@ -292,9 +296,10 @@ def generate(
             q, k, v = model.project(x, layer, torch.full((len(variants),), position))
             keys[layer][:, :, position], values[layer][:, :, position] = k, v
             masks = []
-            for per_variant in heads:
-                for head in per_variant[layer]:
+            for i, per_variant in enumerate(heads):
+                for g, head in enumerate(per_variant[layer]):
                     head.make_room(position)
+                    head.meet(position, v[i, g, None])
                     head.kept[position] = True
                     masks.append(head.kept[: position + 1])
             kept = torch.stack(masks).view(len(variants), model.num_kv_heads, 1, -1)

@@ -121,7 +121,7 @@ class H2OImpl(_Stock):
     def scored_layer(
         self, kv_cache: torch.Tensor, layout: SlotLayout, blocks: torch.Tensor
     ) -> ScoredLayer:
-        """The layer with the scores of a request that has just filled the budget.
+        """The layer with the state of a request that has just filled the budget.
 
         Until then every head holds all tokens, the one at position p in slot p.
 
@@ -131,8 +131,12 @@ class H2OImpl(_Stock):
             blocks: `[budget_blocks]` int32 resident blocks of the request.
         """
         self._bind(kv_cache, layout)
-        scores = self._pages.scores[blocks.long()].transpose(0, 1).flatten(1)
-        return ScoredLayer(self._pages, scores, self._params)
+        held = blocks.long()
+        state = {
+            name: mine[held].transpose(0, 1).flatten(1)
+            for name, mine in self._pages.state.items()
+        }
+        return ScoredLayer(self._pages, state, self._params)
 
     def warm_up(
         self,
@@ -152,10 +156,10 @@ class H2OImpl(_Stock):
         zeros = functools.partial(torch.zeros, device=kv_cache.device)
         num_kv_heads, dtype = pages.keys.shape[1], kv_cache.dtype
         query = zeros(1, self.num_heads, self.head_size, dtype=dtype)
-        scores = zeros(num_kv_heads, position + 1)
+        state = {name: zeros(num_kv_heads, position + 1) for name in pages.state}
         prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
-        observe(query, pages, prompt, position, scores, params)
-        layer = ScoredLayer(pages, scores, params)
+        observe(query, pages, prompt, position, state, params)
+        layer = ScoredLayer(pages, state, params)
         transition([layer], prompt, resident, position, position, self.h2o)
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)

@@ -30,7 +30,7 @@ class H2OCPUImpl(H2OImpl, CPUAttentionBackendImpl):
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
         """See the base class."""
-        return Pages.view(kv_cache)
+        return Pages.view(kv_cache, self.h2o.method.fields)
 
 
 class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):

@@ -50,7 +50,7 @@ class _CUDAImpl(H2OImpl):
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
         """See the base class."""
-        return Pages.view_rows(kv_cache)
+        return Pages.view_rows(kv_cache, self.h2o.method.fields)
 
 
 class _CUDABuilder(H2OMetadataBuilder):

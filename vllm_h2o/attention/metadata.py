@@ -16,12 +16,13 @@ from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, transition
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import State
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-PartialScores = dict[str, torch.Tensor]
-"""Scores of a prompt whose observation window spans steps, by layer name."""
+PartialStates = dict[str, State]
+"""Of a prompt whose observation window spans steps, by layer name."""
 
 
 @dataclass
@@ -35,7 +36,7 @@ class ObservedPrompt:
         resident_blocks: `[num_resident]` int32 block ids in the transition
             step, else None.
         attends: Whether our kernel attends too; else stock's has done so.
-        partial: Scores of earlier steps.
+        partial: State of earlier steps.
         later: What the next step begins with, for this request; takes more.
         layers: Layers that have run and are to be compressed.
     """
@@ -45,7 +46,7 @@ class ObservedPrompt:
     dense_blocks: torch.Tensor
     resident_blocks: torch.Tensor | None
     attends: bool
-    partial: PartialScores
+    partial: PartialStates
     later: list[Callable[[], None]]
     layers: list[ScoredLayer] = field(default_factory=list)
 
@@ -82,7 +83,7 @@ class StepRows:
         self.later: dict[str, list[Callable[[], None]]] = {}
         """What the next step begins with, by request id: its transition."""
         self._plan: ResidencyPlan | None = None
-        self._partial: dict[str, PartialScores] = {}
+        self._partial: dict[str, PartialStates] = {}
 
     def begin(self, plan: ResidencyPlan, gone: Sequence[str]) -> None:
         """Start a step.
@@ -125,8 +126,8 @@ class StepRows:
             return None
         return self._plan.ordered(list(self.request_ids()[:num_reqs]))
 
-    def partial_scores(self, request_id: str) -> PartialScores:
-        """Scores of earlier steps of a prompt; each layer takes its own out."""
+    def partial_states(self, request_id: str) -> PartialStates:
+        """State of earlier steps of a prompt; each layer takes its own out."""
         return self._partial.setdefault(request_id, {})
 
 
@@ -349,7 +350,7 @@ class H2OMetadataBuilder(_Stock):
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
                     attends=self._attends(common, row),
-                    partial=self.step.partial_scores(rows.request_ids[i]),
+                    partial=self.step.partial_states(rows.request_ids[i]),
                     later=self.step.later.setdefault(rows.request_ids[i], []),
                 )
             )

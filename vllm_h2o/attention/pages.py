@@ -1,17 +1,22 @@
 """Views into the pages of one layer's KV cache.
 
 A page is one block of one layer: vLLM's keys and values of all KV heads, then
-what H2O keeps beside them, per KV head and slot: a float32 score and an int32
-birth position. Only resident blocks use the latter.
+what H2O keeps beside them, per KV head and slot: a float32 score, an int32 birth
+position, and what else the method keeps. Only resident blocks use the latter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_h2o.policy.layout import state_bytes
+from vllm_h2o.policy.methods import State
+
+SCORE = ("score",)
+"""What most methods keep of a slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +27,8 @@ class Pages:
         keys: `[num_blocks, num_kv_heads, head_size, block_size]`; on CPU, the
             layout of ISA `vec`, this is also their order in memory.
         values: `[num_blocks, num_kv_heads, block_size, head_size]`.
-        scores: `[num_blocks, num_kv_heads, block_size]` float32.
+        state: `[num_blocks, num_kv_heads, block_size]` float32 for each of the method's
+            fields, `score` the first.
         births: `[num_blocks, num_kv_heads, block_size]` int32.
         page_stride: Bytes from a page to the next.
         state_offset: Bytes from the start of a page to its scores.
@@ -30,18 +36,19 @@ class Pages:
 
     keys: torch.Tensor
     values: torch.Tensor
-    scores: torch.Tensor
+    state: State
     births: torch.Tensor
     page_stride: int
     state_offset: int
 
     @classmethod
-    def view(cls, kv_cache: torch.Tensor) -> Pages:
+    def view(cls, kv_cache: torch.Tensor, fields: Sequence[str] = SCORE) -> Pages:
         """View a cache as vLLM hands it to a layer on CPU, with ISA `vec`.
 
         Args:
             kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`
                 whose block stride leaves room for the state of each page.
+            fields: What the method keeps of a slot.
         """
         num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
         head_size = double_head // 2
@@ -49,8 +56,9 @@ class Pages:
         page_stride = kv_cache.stride(0) * item
         content = num_kv_heads * block_size * double_head * item
         assert kv_cache[0].is_contiguous(), "KV heads of a page are not contiguous"
-        assert page_stride >= content + state_bytes(num_kv_heads, block_size), (
-            f"a page of {page_stride} bytes has no room for scores: "
+        needed = content + state_bytes(num_kv_heads, block_size, len(fields))
+        assert page_stride >= needed, (
+            f"a page of {page_stride} bytes has no room for {fields}: "
             "the layer's KV cache spec is not H2O's"
         )
         half = block_size * head_size
@@ -66,24 +74,26 @@ class Pages:
             (block, head, head_size, 1),
             start + half,
         )
-        scores, births = _state(kv_cache, start * item + content)
-        return cls(keys, values, scores, births, page_stride, content)
+        state, births = _state(kv_cache, start * item + content, fields)
+        return cls(keys, values, state, births, page_stride, content)
 
     @classmethod
-    def view_rows(cls, kv_cache: torch.Tensor) -> Pages:
+    def view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str] = SCORE) -> Pages:
         """View a cache whose tokens are rows of K beside V, as on CUDA.
 
         Args:
             kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, in
                 any order within a page, whose block stride leaves room for the
                 state of each page.
+            fields: What the method keeps of a slot.
         """
         num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
         item = kv_cache.element_size()
         page_stride = kv_cache.stride(0) * item
         content = num_kv_heads * block_size * double_head * item
-        assert page_stride >= content + state_bytes(num_kv_heads, block_size), (
-            f"a page of {page_stride} bytes has no room for scores: "
+        needed = content + state_bytes(num_kv_heads, block_size, len(fields))
+        assert page_stride >= needed, (
+            f"a page of {page_stride} bytes has no room for {fields}: "
             "the layer's KV cache spec is not H2O's"
         )
         spans = zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
@@ -92,8 +102,13 @@ class Pages:
         )
         keys, values = kv_cache.split(double_head // 2, dim=3)
         first = int(kv_cache.storage_offset()) * item + content
-        scores, births = _state(kv_cache, first)
-        return cls(keys.transpose(2, 3), values, scores, births, page_stride, content)
+        state, births = _state(kv_cache, first, fields)
+        return cls(keys.transpose(2, 3), values, state, births, page_stride, content)
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """The first field."""
+        return self.state["score"]
 
     @property
     def block_size(self) -> int:
@@ -102,19 +117,25 @@ class Pages:
 
 
 def _state(
-    kv_cache: torch.Tensor, first_byte: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and births of all pages; `first_byte`: where those of page 0 begin."""
+    kv_cache: torch.Tensor, first_byte: int, fields: Sequence[str]
+) -> tuple[State, torch.Tensor]:
+    """State and births of all pages; `first_byte`: where those of page 0 begin.
+
+    The scores, the births, then the other fields: kernels know the first two.
+    """
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     shape = (num_blocks, num_kv_heads, block_size)
     page_words = kv_cache.stride(0) * kv_cache.element_size() // 4
-    strides = (page_words, block_size, 1)
-    first = first_byte // 4
-    scores = _words(kv_cache, torch.float32).as_strided(shape, strides, first)
-    births = _words(kv_cache, torch.int32).as_strided(
-        shape, strides, first + num_kv_heads * block_size
-    )
-    return scores, births
+    strides, words = (page_words, block_size, 1), num_kv_heads * block_size
+
+    def part(number: int, dtype: torch.dtype) -> torch.Tensor:
+        start = first_byte // 4 + number * words
+        return _words(kv_cache, dtype).as_strided(shape, strides, start)
+
+    score, *others = fields
+    state = {score: part(0, torch.float32)}
+    state |= {name: part(2 + i, torch.float32) for i, name in enumerate(others)}
+    return state, part(1, torch.int32)
 
 
 def _words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,7 @@ from vllm_h2o.attention.ops import (
     ScoredLayer,
     attend_observed,
     observe,
+    start,
     transition,
 )
 from vllm_h2o.attention.pages import Pages
@@ -38,31 +39,34 @@ def observe_prompt(
             keys and values are in the dense pages already.
         pages: The layer's pages; only resident blocks are written.
         prompt: The row.
-        layer_name: Whose partial scores these are.
+        layer_name: Whose state of earlier steps this is.
         config: The policy.
         params: The layer's constants.
         output: `[num_tokens, num_heads, head_size]` attention of the row's queries,
             written if the stock kernel has not done so.
     """
     plan = prompt.plan
-    start = max(plan.num_computed_tokens, plan.first_query)
-    scores = prompt.partial.pop(layer_name, None)
-    if scores is None or start == plan.first_query:
+    first_scoring = max(plan.num_computed_tokens, plan.first_query)
+    state = prompt.partial.pop(layer_name, None)
+    new = plan.num_computed_tokens
+    if state is None or first_scoring == plan.first_query:
         # The first step with observation queries, also after a restart.
-        num_kv_heads = pages.keys.shape[1]
-        scores = torch.zeros(num_kv_heads, plan.prefill_end, device=query.device)
+        shape, new = (pages.keys.shape[1], plan.prefill_end), 0
+        state = {name: torch.zeros(shape, device=query.device) for name in pages.state}
+    end = plan.num_computed_tokens + len(query)
+    start(pages, prompt.dense_blocks, new, end, state, params)
     if prompt.attends:
         attend_observed(
             query, pages, prompt.dense_blocks, plan.num_computed_tokens,
-            start - plan.num_computed_tokens, scores, params, output,
+            first_scoring - plan.num_computed_tokens, state, params, output,
         )  # fmt: skip
     elif plan.num_scoring:
         query = query[-plan.num_scoring :]
-        observe(query, pages, prompt.dense_blocks, start, scores, params)
+        observe(query, pages, prompt.dense_blocks, first_scoring, state, params)
     if prompt.resident_blocks is None:
-        prompt.partial[layer_name] = scores
+        prompt.partial[layer_name] = state
         return
-    prompt.layers.append(ScoredLayer(pages, scores, params))
+    prompt.layers.append(ScoredLayer(pages, state, params))
     if prompt.dense_blocks.is_cpu:
         if len(prompt.layers) == 1:
             prompt.later.append(functools.partial(compress_prompt, prompt, config))

@@ -36,10 +36,11 @@ class H2OAttentionSpec(FullAttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A page ends with the scores and births of its slots. vLLM's own page
+        # A page ends with the state and births of its slots. vLLM's own page
         # padding keeps them out of the view that stock kernels get.
+        num_fields = len(self.h2o.method.fields)
         needed = self.unpadded_page_size_bytes + state_bytes(
-            self.num_kv_heads, self.block_size
+            self.num_kv_heads, self.block_size, num_fields
         )
         padded = max(needed, self.page_size_padded or 0)
         object.__setattr__(self, "page_size_padded", padded)

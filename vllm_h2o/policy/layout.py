@@ -137,9 +137,9 @@ class SlotLayout:
         return self.budget - (-num_tokens) % self.block_size
 
 
-def state_bytes(num_kv_heads: int, block_size: int) -> int:
-    """Bytes of a page beside K and V: a float32 score and an int32 birth a slot."""
-    return num_kv_heads * block_size * (4 + 4)
+def state_bytes(num_kv_heads: int, block_size: int, num_fields: int = 1) -> int:
+    """Bytes of a page beside K and V: a slot's float32 fields and int32 birth."""
+    return num_kv_heads * block_size * (4 * num_fields + 4)
 
 
 def first_observer(config: H2OConfig, prefill_end: int) -> int:

@@ -18,10 +18,12 @@ from vllm_h2o.attention.ops.types import (
 )
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import State, starts_at_zero
 
 __all__ = [
     "KERNELS", "Chosen", "DecodeParams", "HeadSlots", "ResidentRows", "ScoredLayer",
-    "attend_observed", "decode_resident", "observe", "runs_reference", "transition",
+    "attend_observed", "decode_resident", "observe", "runs_reference", "start",
+    "transition",
 ]  # fmt: skip
 
 KERNELS = "VLLM_H2O_KERNELS"
@@ -95,10 +97,33 @@ def transition(
         first_query: Position of the first query that scored.
         config: The policy.
     """
-    kernel = _kernel(layers[0].scores)
+    kernel = _kernel(layers[0].pages.keys)
     kernel.transition(
         layers, source_blocks, target_blocks, position, first_query, config
     )
+
+
+def start(
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first: int,
+    end: int,
+    state: State,
+    params: DecodeParams,
+) -> None:
+    """Give prompt tokens the state that the method starts them with, if not 0.
+
+    Args:
+        pages: The layer's pages, read only.
+        dense_blocks: `[>= cdiv(end, block_size)]` int32 blocks of the prompt.
+        first: Position of the first of the tokens.
+        end: Behind the last.
+        state: `[num_kv_heads, >= end]` float32 for each of the method's fields, of
+            which `first .. end - 1` are written.
+        params: The layer's constants.
+    """
+    if not starts_at_zero(params.method):  # which only the reference runs
+        _kernel(pages.keys).start(pages, dense_blocks, first, end, state, params)
 
 
 def observe(
@@ -106,10 +131,10 @@ def observe(
     pages: Pages,
     dense_blocks: torch.Tensor,
     first_position: int,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
 ) -> None:
-    """Add the attention of consecutive prompt queries to the prompt's scores.
+    """Add the attention of consecutive prompt queries to the prompt's state.
 
     The formula is the method's (`vllm_h2o.policy.methods`).
 
@@ -120,14 +145,15 @@ def observe(
         dense_blocks: `[>= cdiv(first_position + m, block_size)]` int32 blocks of
             the prompt.
         first_position: Position of `query[0]`.
-        scores: `[num_kv_heads, >= first_position + m]` float32 of earlier queries,
-            0 on what none of them saw; updated in place.
+        state: `[num_kv_heads, >= first_position + m]` float32 for each of the method's
+            fields, of earlier queries; what none of them saw is as it was started
+            (see `start`; 0 for what has a kernel). Updated in place.
         params: The layer's constants.
 
     Raises:
         ValueError: A dtype or head size that no kernel has.
     """
-    _kernel(query).observe(query, pages, dense_blocks, first_position, scores, params)
+    _kernel(query).observe(query, pages, dense_blocks, first_position, state, params)
 
 
 def attend_observed(
@@ -136,7 +162,7 @@ def attend_observed(
     dense_blocks: torch.Tensor,
     first_position: int,
     first_scoring: int,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
     output: torch.Tensor,
 ) -> None:
@@ -151,7 +177,7 @@ def attend_observed(
         dense_blocks: See `observe`.
         first_position: Position of `query[0]`.
         first_scoring: Index of the first query that scores; those before it attend.
-        scores: See `observe`.
+        state: See `observe`.
         params: The layer's constants.
         output: `[m, num_heads, head_size]`, written.
 
@@ -159,7 +185,7 @@ def attend_observed(
         ValueError: A dtype or head size that no kernel has.
     """
     _kernel(query).attend_observed(
-        query, pages, dense_blocks, first_position, first_scoring, scores, params,
+        query, pages, dense_blocks, first_position, first_scoring, state, params,
         output,
     )  # fmt: skip
 

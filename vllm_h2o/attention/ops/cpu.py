@@ -27,6 +27,7 @@ from vllm_h2o.attention.ops import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import State
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
 # Sums may be reordered so that they vectorize; divisions must stay exact, and
@@ -183,7 +184,7 @@ def choose(
     choice.tokens.fill_(-1)
     for layer, tokens in zip(layers, choice.tokens.unbind(1), strict=True):
         kept = reference.choose(
-            layer.scores, position, first_query, config, layer.params
+            layer.state, position, first_query, config, layer.params
         )
         tokens[0, :, : kept.positions.shape[1]] = kept.positions
         tokens[1, :, : kept.slots.shape[1]] = kept.slots
@@ -194,7 +195,7 @@ def _no_choice(
     layers: Sequence[ScoredLayer], position: int, first_query: int, pooling: int
 ) -> Choice:
     """Room for a choice, and arguments that point to it."""
-    num_kv_heads, num_tokens = layers[0].scores.shape
+    num_kv_heads, num_tokens = layers[0].state["score"].shape
     most = min(num_tokens, max(layer.params.largest_budget for layer in layers))
     tokens = torch.empty(2, len(layers), num_kv_heads, most, dtype=torch.int64)
     row = torch.tensor([position, first_query])
@@ -202,7 +203,7 @@ def _no_choice(
     positions, slots = (part.data_ptr() for part in tokens)
     step = tokens.stride(1) * tokens.element_size()
     for i, layer in enumerate(layers):
-        scores, args = layer.scores, all_args[i]
+        scores, args = layer.state["score"], all_args[i]
         assert scores.shape == (num_kv_heads, num_tokens)
         assert scores.dtype == torch.float32 and scores.is_contiguous()
         args.target = _layer_args(layer.pages, layer.params, _Args)
@@ -244,11 +245,11 @@ def observe(
     pages: Pages,
     dense_blocks: torch.Tensor,
     first_position: int,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.observe`."""
-    attend_observed(query, pages, dense_blocks, first_position, 0, scores, params, None)
+    attend_observed(query, pages, dense_blocks, first_position, 0, state, params, None)
 
 
 def attend_observed(
@@ -257,11 +258,12 @@ def attend_observed(
     dense_blocks: torch.Tensor,
     first_position: int,
     first_scoring: int,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
     output: torch.Tensor | None,
 ) -> None:
     """See `vllm_h2o.attention.ops.attend_observed`; None: nobody wants the output."""
+    scores = state["score"]
     num_queries, num_heads, head_size = query.shape
     _, num_kv_heads, _, block_size = pages.keys.shape
     num_tokens = first_position + num_queries

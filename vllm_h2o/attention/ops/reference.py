@@ -19,9 +19,12 @@ from vllm_h2o.attention.ops.types import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.methods import Queries
+from vllm_h2o.policy.methods import Queries, State
 from vllm_h2o.policy.probabilities import tiles
 from vllm_h2o.policy.selection import select_residents
+
+_START_TILE = 1024
+"""Tokens whose keys and values are copied at a time."""
 
 
 def decode_resident(
@@ -58,15 +61,15 @@ def transition(
 ) -> None:
     """See `vllm_h2o.attention.ops.transition`: its two halves, layer by layer."""
     for layer in layers:
-        scores, params = layer.scores, layer.params
-        chosen = choose(scores, position, first_query, config, params)
+        state, params = layer.state, layer.params
+        chosen = choose(state, position, first_query, config, params)
         compress(
-            layer.pages, source_blocks, target_blocks, position, chosen, scores, params
+            layer.pages, source_blocks, target_blocks, position, chosen, state, params
         )
 
 
 def choose(
-    scores: torch.Tensor,
+    state: State,
     position: int,
     first_query: int,
     config: H2OConfig,
@@ -78,26 +81,26 @@ def choose(
     without pooling. NaN counts as infinite.
 
     Args:
-        scores: `[num_kv_heads, num_tokens]` float32, by position.
+        state: See `ScoredLayer`.
         position: Of the newest token, see `vllm_h2o.attention.ops.transition`.
         first_query: Position of the first query that scored.
         config: The policy.
         params: The layer's constants.
     """
+    num_kv_heads, num_tokens = state["score"].shape
     heads_of: dict[SlotLayout, list[int]] = {}
-    for head, layout in enumerate(params.layouts_at(position, len(scores))):
+    for head, layout in enumerate(params.layouts_at(position, num_kv_heads)):
         heads_of.setdefault(layout, []).append(head)
-    num_tokens = scores.shape[1]
     queries = Queries(torch.arange(num_tokens), first_query, num_tokens)
-    values = params.method.value({"score": scores}, queries)
+    values = params.method.value(state, queries)
     chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for layout, heads in heads_of.items():
         poor = layout.budget < params.layout.budget
-        mine = values if len(heads) == len(values) else values[heads]
+        mine = values if len(heads) == num_kv_heads else values[heads]
         pooling = 1 if poor else config.pooling
         positions, slots = select_residents(mine, pooling, layout)
         chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
-    by_head = zip(*(chosen[head] for head in range(len(scores))), strict=True)
+    by_head = zip(*(chosen[head] for head in range(num_kv_heads)), strict=True)
     return Chosen(*(pad_sequence([*rows], True, padding_value=-1) for rows in by_head))
 
 
@@ -107,7 +110,7 @@ def compress(
     target_blocks: torch.Tensor,
     position: int,
     chosen: Chosen,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
 ) -> None:
     """Copy each KV head's chosen tokens into the slots of a request.
@@ -118,7 +121,7 @@ def compress(
         target_blocks: Of the slots.
         position: Of the newest token.
         chosen: What to copy, and where to.
-        scores: `[num_kv_heads, num_tokens]` float32, by position.
+        state: See `ScoredLayer`.
         params: The layer's constants.
     """
     size = pages.block_size
@@ -132,12 +135,31 @@ def compress(
         tokens = {
             "keys": pages.keys[block, head, :, i],
             "values": pages.values[block, head, i],
-            "scores": scores[head, positions],
             "births": positions.int(),
-        }
+        } | {name: mine[head, positions] for name, mine in state.items()}
         target = _Resident(pages, rows, 0, head, params)
         for what, content in tokens.items():
             target.put(what, slots, content)
+
+
+def start(
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first: int,
+    end: int,
+    state: State,
+    params: DecodeParams,
+) -> None:
+    """See `vllm_h2o.attention.ops.start`."""
+    size = pages.block_size
+    for begin in range(first, end, _START_TILE):
+        positions = torch.arange(begin, min(begin + _START_TILE, end))
+        blocks, i = dense_blocks.long()[positions // size], positions % size
+        keys = pages.keys[blocks, :, :, i].transpose(0, 1)
+        values = pages.values[blocks, :, i].transpose(0, 1)
+        started = params.method.start(keys, values, positions)
+        for name, mine in state.items():
+            mine[:, positions] = started[name]
 
 
 def observe(
@@ -145,7 +167,7 @@ def observe(
     pages: Pages,
     dense_blocks: torch.Tensor,
     first_position: int,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.observe`."""
@@ -153,7 +175,9 @@ def observe(
     keys = pages.keys[dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
     capped = {"scale": params.scale, "softcap": params.softcap}
     for probs in tiles(query, keys[:, :, :end], first_position, **capped):
-        params.method.observe({"score": scores[:, : probs.shape[-1]]}, probs)
+        visible = probs.shape[-1]
+        seen = {name: mine[:, :visible] for name, mine in state.items()}
+        params.method.observe(seen, probs)
 
 
 def attend_observed(
@@ -162,14 +186,14 @@ def attend_observed(
     dense_blocks: torch.Tensor,
     first_position: int,
     first_scoring: int,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
     output: torch.Tensor,
 ) -> None:
     """See `vllm_h2o.attention.ops.attend_observed`."""
     scoring = query[first_scoring:]
     first_scored = first_position + first_scoring
-    observe(scoring, pages, dense_blocks, first_scored, scores, params)
+    observe(scoring, pages, dense_blocks, first_scored, state, params)
     end = first_position + len(query)
     blocks, group = dense_blocks.long(), query.shape[1] // pages.keys.shape[1]
     keys = pages.keys[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :end].float()
@@ -182,6 +206,11 @@ def attend_observed(
     probs = logits.masked_fill(unseen, float("-inf")).softmax(dim=-1)
     attended = torch.einsum("ghqt,gtd->qghd", probs, values)
     output.copy_(attended.flatten(1, 2))
+
+
+def _part(pages: Pages, what: str) -> torch.Tensor:
+    """Keys, values or births of all pages, or one of the method's fields."""
+    return pages.state[what] if what in pages.state else getattr(pages, what)
 
 
 class _Resident:
@@ -217,9 +246,10 @@ class _Resident:
         return self.position >= self.first_query
 
     def page(self, what: str, number: int) -> torch.Tensor:
-        """View `[block_size, ...]` of a page's `keys`, `values`, `scores`, `births`."""
+        """View `[block_size, ...]` of a page's `keys`, `values`, `births`, or of a
+        field."""
         pages, block = self.places[number]
-        mine = getattr(pages, what)[block, self.head]
+        mine = _part(pages, what)[block, self.head]
         return mine.T if what == "keys" else mine
 
     def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
@@ -227,7 +257,7 @@ class _Resident:
         if self.lent:
             pages = [self.page(what, number) for number in range(len(self.places))]
             return torch.cat(pages)[slots]
-        mine = getattr(self.pages, what)[self.blocks, self.head]
+        mine = _part(self.pages, what)[self.blocks, self.head]
         tokens = mine.transpose(1, 2) if what == "keys" else mine
         return tokens.flatten(0, 1)[slots]
 
@@ -242,11 +272,15 @@ class _Resident:
         """What the tokens in these slots are compared by."""
         births = self.get("births", slots)
         queries = Queries(births, self.first_query, self.position)
-        return self.params.method.value({"score": self.get("scores", slots)}, queries)
+        return self.params.method.value(self.state(slots), queries)
+
+    def state(self, slots: torch.Tensor) -> State:
+        """Copy of what the method keeps of these slots."""
+        return {name: self.get(name, slots) for name in self.params.method.fields}
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy tokens between slots."""
-        for what in ("keys", "values", "scores", "births"):
+        for what in ("keys", "values", "births", *self.params.method.fields):
             self.put(what, target, self.get(what, source))
 
     def graduate(self) -> None:
@@ -273,7 +307,11 @@ class _Resident:
         self.page("keys", number)[i] = key
         self.page("values", number)[i] = value
         if self.scores_now:
-            self.page("scores", number)[i] = 0.0
+            position = torch.tensor([self.position])
+            method = self.params.method
+            started = method.start(key[None, None], value[None, None], position)
+            for name, mine in started.items():
+                self.page(name, number)[i] = mine[0, 0]
         self.page("births", number)[i] = self.position
 
     def occupied(self) -> torch.Tensor:
@@ -296,7 +334,8 @@ class _Resident:
             logits = params.softcap * torch.tanh(logits / params.softcap)
         probs = logits.softmax(dim=1)
         if self.scores_now:
-            state = {"score": self.get("scores", slots)}
+            state = self.state(slots)
             params.method.observe(state, probs[:, None])
-            self.put("scores", slots, state["score"])
+            for name, mine in state.items():
+                self.put(name, slots, mine)
         return probs @ values

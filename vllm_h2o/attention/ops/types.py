@@ -12,7 +12,7 @@ import torch
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.lending import PageOf
-from vllm_h2o.policy.methods import Method, fused_form_of
+from vllm_h2o.policy.methods import Method, State, fused_form_of
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,11 @@ class ScoredLayer:
 
     Attributes:
         pages: The layer's pages.
-        scores: `[num_kv_heads, num_tokens]` float32, by position.
+        state: `[num_kv_heads, num_tokens]` float32 for each of the method's fields, by
+            position; contiguous.
         params: The layer's constants.
     """
 
     pages: Pages
-    scores: torch.Tensor
+    state: State
     params: DecodeParams

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from vllm_h2o.policy.methods.base import Method, Queries, State, fused_form_of
+from vllm_h2o.policy.methods.base import (
+    Method,
+    Queries,
+    State,
+    fused_form_of,
+    starts_at_zero,
+)
 from vllm_h2o.policy.methods.mean import Mean
+from vllm_h2o.policy.methods.norm import Norm
 from vllm_h2o.policy.methods.sum import Sum
 
-__all__ = ["METHODS", "Mean", "Method", "Queries", "State", "Sum", "fused_form_of"]
+__all__ = [
+    "METHODS", "Mean", "Method", "Norm", "Queries", "State", "Sum", "fused_form_of",
+    "starts_at_zero",
+]  # fmt: skip
 
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Sum, Mean)}
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Sum, Mean, Norm)}
 """By what `--h2o-score` calls them."""

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 State = dict[str, torch.Tensor]
-"""What is kept of tokens or slots: `score`, `[..., n]` float32, 0 at first. Leading
-dimensions are a layer's KV heads, or none."""
+"""What is kept of tokens or slots, by field: `[..., n]` float32. Leading dimensions are
+a layer's KV heads, or none."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Method:
 
     A subclass needs a `name`, `observe` and `value`. Dataclass fields of its own are
     options: those that `H2OConfig` has too are what a user sets.
+
     """
 
     name: ClassVar[str]
@@ -46,6 +47,36 @@ class Method:
     """Which of the kernels' own forms computes it, `sum` or `mean`; None: only the
     torch reference does. Of a class itself, never of its base: what a subclass changes
     no kernel knows."""
+    fields: ClassVar[tuple[str, ...]] = ("score",)
+    """What a slot keeps beside K and V in each KV head, a float32 each: a page grows by
+    them. The first is `score`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.fields[:1] != ("score",):
+            raise TypeError(f"{cls.__name__}.fields must begin with 'score'")
+        if taken := {"keys", "values", "births"} & {*cls.fields}:
+            raise TypeError(f"{cls.__name__}.fields has {taken}, which a slot has")
+        if "fused_form" in vars(cls) and cls.fields != ("score",):
+            raise TypeError(
+                f"{cls.__name__} has a fused form, which keeps a score only"
+            )
+
+    def start(
+        self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
+    ) -> State:
+        """State of tokens that no query has looked at; 0, if it is not overridden.
+
+        Args:
+            keys: `[num_kv_heads, n, head_size]` after RoPE, in the cache's dtype.
+            values: `[num_kv_heads, n, head_size]`.
+            positions: `[n]` int64.
+
+        Returns:
+            `[num_kv_heads, n]` float32 for each of `fields`.
+        """
+        zeros = torch.zeros(keys.shape[:-1], device=keys.device)
+        return {name: zeros.clone() for name in self.fields}
 
     def observe(self, state: State, probs: torch.Tensor) -> None:
         """Add consecutive queries to the state, in place.
@@ -71,6 +102,11 @@ class Method:
             `[..., n]` float32, the higher the better to keep.
         """
         raise NotImplementedError
+
+
+def starts_at_zero(method: Method) -> bool:
+    """Whether tokens that nobody has looked at have a state of zeros."""
+    return type(method).start is Method.start
 
 
 def fused_form_of(method: Method) -> str | None:

@@ -10,6 +10,7 @@ from vllm_h2o.attention.ops import DecodeParams
 from vllm_h2o.attention.ops.triton.launch import check_supported, num_sms
 from vllm_h2o.attention.ops.triton.slots import page_offsets, soft_capped
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.methods import State
 
 _QUERY_TILE_BYTES = 32 * 1024
 _KEY_TILE_BYTES = 16 * 1024
@@ -67,7 +68,7 @@ def lse_kernel(
     Grid `(query tiles, num_heads, splits)`; lse: `[splits, num_heads, num_queries]`
     float32, -inf where a query sees nothing of a split.
 
-    Reference: torch.logsumexp of the logits in policy/scores.py.
+    Reference: torch.logsumexp of the logits in policy/probabilities.py.
     """
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -153,7 +154,7 @@ def observe(
     pages: Pages,
     dense_blocks: torch.Tensor,
     first_position: int,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
     lse: torch.Tensor | None = None,
 ) -> None:
@@ -164,7 +165,7 @@ def observe(
         pages: As there, any strides.
         dense_blocks: As there, of any integer type.
         first_position: As there.
-        scores: As there.
+        state: As there.
         params: As there.
         lse: `[num_heads, m]` float32 log-sum-exp (natural) of each query's
             logits over all it sees, as flash attention returns it; None
@@ -175,6 +176,7 @@ def observe(
     check_supported(query.dtype, head_size, block_size, num_heads, num_kv_heads)
     assert query.stride(2) == 1 and dense_blocks.is_contiguous()
     num_tokens = first_position + num_queries
+    scores = state["score"]
     assert scores.stride(1) == 1 and scores.shape[1] >= num_tokens
     score_decay, softcap = params.score_decay, params.softcap
     if score_decay != 1.0:

@@ -15,6 +15,7 @@ import triton.language as tl
 from vllm_h2o.attention.ops import Chosen, DecodeParams
 from vllm_h2o.attention.ops.triton.slots import sizes_of, slot_of
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import State
 
 _IMAGE_TILE = 1024
 """Tokens per program of `image_kernel`."""
@@ -200,13 +201,14 @@ def select_kernel(
 
 
 def choose(
-    scores: torch.Tensor,
+    state: State,
     position: int,
     first_query: int,
     config: H2OConfig,
     params: DecodeParams,
 ) -> Chosen:
     """See `vllm_h2o.attention.ops.reference.choose`."""
+    scores = state["score"]
     assert scores.stride(1) == 1 and scores.dtype == torch.float32
     num_kv_heads, num_tokens = scores.shape
     layout = params.layout

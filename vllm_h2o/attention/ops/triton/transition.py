@@ -14,6 +14,7 @@ from vllm_h2o.attention.ops.triton.selection import choose
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import State
 
 _TILE_TOKENS = 32
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
@@ -108,10 +109,10 @@ def transition(
 ) -> None:
     """See `vllm_h2o.attention.ops.transition`."""
     for layer in layers:
-        scores, params = layer.scores, layer.params
-        chosen = choose(scores, position, first_query, config, params)
+        state, params = layer.state, layer.params
+        chosen = choose(state, position, first_query, config, params)
         compress(
-            layer.pages, source_blocks, target_blocks, position, chosen, scores, params
+            layer.pages, source_blocks, target_blocks, position, chosen, state, params
         )
 
 
@@ -121,7 +122,7 @@ def compress(
     target_blocks: torch.Tensor,
     position: int,
     chosen: Chosen,
-    scores: torch.Tensor,
+    state: State,
     params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.reference.compress`.
@@ -132,6 +133,7 @@ def compress(
     layout = params.layout
     num_kv_heads, most = chosen.positions.shape
     head_size = pages.keys.shape[2]
+    scores = state["score"]
     assert scores.stride(1) == 1 and scores.dtype == torch.float32
     assert chosen.positions.is_contiguous() and chosen.slots.is_contiguous()
     assert source_blocks.is_contiguous() and target_blocks.is_contiguous()
