@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from benchmarks.machine import hardware
 from benchmarks.smollm2 import ensure_model
-from vllm_h2o.policy.config import PRESETS
+from vllm_h2o.policy.presets import PRESETS
 
 STOCK = "stock"
 TRANSFORMERS, KVPRESS = "transformers", "kvpress"

@@ -1,6 +1,7 @@
 """README and docs: what they link to is there, and every option is in its table."""
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_h2o.plugin.engine_args import add_cli_group
-from vllm_h2o.policy.config import POLICY_NAMES
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.presets import POLICY_NAMES, PRESETS
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "patches/README.md"]
@@ -52,3 +54,33 @@ def test_all_options_and_presets_are_in_their_tables():
     assert set(re.findall(r"^\| `(--[a-z0-9-]+)`", text, re.MULTILINE)) == flags
     presets = re.findall(r"^\| `([a-z][a-z0-9-]*)` \|", text, re.MULTILINE)
     assert {"full", *presets} == set(POLICY_NAMES)
+
+
+@pytest.mark.check
+def test_the_tables_have_the_defaults_and_the_presets():
+    text = (ROOT / "docs/options.md").read_text()
+    for option in dataclasses.fields(H2OConfig):
+        if option.metadata:
+            flag = f"--h2o-{option.name.replace('_', '-')}"
+            (shown,) = re.findall(
+                rf"^\| `{flag}` \|[^|]*\|([^|]*)\|", text, re.MULTILINE
+            )
+            assert shown.strip(" `") == str(option.default), flag
+    for name, preset in PRESETS.items():
+        (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", text, re.MULTILINE)
+        assert [cell.strip() for cell in row.split("|")] == cells_of(preset)
+
+
+def cells_of(preset):
+    """A preset's row; what only scores need is left out where there are none."""
+    recent = {0.0: "one block", 1.0: "all but the sinks"}
+    of_scores = (
+        preset.observation_window, preset.pooling, preset.score,
+        f"{preset.score_decay:g}",
+    )  # fmt: skip
+    return [
+        recent.get(preset.recent_ratio, str(preset.recent_ratio)),
+        str(preset.sinks),
+        *(str(value) if preset.keeps_heavy_set else "" for value in of_scores),
+        preset.head_budgets,
+    ]

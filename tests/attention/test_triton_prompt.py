@@ -13,8 +13,9 @@ from tests.attention.triton_checks import (
 )
 from tests.attention.triton_state import DEVICE
 from vllm_h2o.attention.ops.triton import observe, scoring
-from vllm_h2o.policy.config import PRESETS, H2OConfig
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.presets import PRESETS
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.9, 0.0])

@@ -18,9 +18,10 @@ from vllm_h2o.attention.ops import (
 )
 from vllm_h2o.attention.ops.triton import selection
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.policy.config import PRESETS, H2OConfig
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.presets import PRESETS
 
 SUM = H2OConfig(pooling=1, score="sum")
 LAYOUT = SlotLayout(16, 32, 48, sinks=4, whole_blocks=False)

@@ -15,7 +15,7 @@ from tests.engine.helpers import (
     scheduler,
 )
 from tests.engine.tiny_models import random_prompts, save_llama
-from vllm_h2o.policy.config import PRESETS
+from vllm_h2o.policy.presets import PRESETS
 
 pytestmark = pytest.mark.engine
 

@@ -19,8 +19,10 @@ from vllm_h2o.core.settings import h2o_config, parse_settings
 from vllm_h2o.plugin.engine_args import extend, translate
 from vllm_h2o.plugin.head_profiles import why_not_measured
 from vllm_h2o.plugin.validate import check_vllm_config
-from vllm_h2o.policy.config import PRESETS, H2OConfig, resolve_config
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import METHODS, Method
+from vllm_h2o.policy.presets import PRESETS, resolve_config
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 MODEL = str(SMOLLM2)
@@ -43,6 +45,8 @@ MODEL = str(SMOLLM2)
         ("observation_window", 0, "'all'"),
         ("observation_window", "some", "'all'"),
         ("observation_window", 1.5, "'all'"),
+        ("observation_window", "0%", "'20%'"),
+        ("observation_window", "101%", "'20%'"),
         ("pooling", 0, "1 or more"),
         ("pooling", 4, "odd"),
         ("score", "max", "sum, mean"),
@@ -62,6 +66,16 @@ def test_bad_value_names_option_value_and_fix(option, value, fix):
         fix,
     ):
         assert part in str(error.value)
+
+
+def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
+    class Other(Method):
+        name = "other"
+
+    monkeypatch.setitem(METHODS, "other", Other)
+    assert resolve_config("h2o", None, {"score": "other"}).method == Other()
+    with pytest.raises(ValueError, match="h2o_score_decay=0.5 .*h2o_score='other'"):
+        resolve_config("h2o", None, {"score": "other", "score_decay": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_h2o.policy.config import PRESETS, H2OConfig
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, first_observer
+from vllm_h2o.policy.presets import PRESETS
 
 
 @given(
@@ -96,3 +97,5 @@ def test_first_observer():
     assert first_observer(H2OConfig(observation_window=64), 100) == 36
     assert first_observer(H2OConfig(observation_window=64), 10) == 0
     assert first_observer(H2OConfig(observation_window="all"), 100) == 0
+    assert first_observer(H2OConfig(observation_window="20%"), 101) == 80
+    assert first_observer(H2OConfig(observation_window="1%"), 10) == 9

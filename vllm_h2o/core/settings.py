@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_h2o.policy.config import FULL, POLICY_NAMES, H2OConfig, resolve_config
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.presets import FULL, POLICY_NAMES, resolve_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

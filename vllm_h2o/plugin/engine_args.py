@@ -18,21 +18,12 @@ import argparse
 import dataclasses
 import functools
 import warnings
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from vllm_h2o.core.settings import CONFIG_KEY, parse_settings, settings_of
-from vllm_h2o.policy.config import (
-    OPTION_NAMES,
-    POLICY_NAMES,
-    PRESETS,
-    H2OConfig,
-    parse_budget,
-    parse_window,
-    resolve_config,
-)
-from vllm_h2o.policy.methods import METHODS
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.presets import POLICY_NAMES, resolve_config
 
 SCHEDULER_CLS = "vllm_h2o.core.scheduler.H2OScheduler"
 WORKER_CLS = {
@@ -50,27 +41,19 @@ _NEEDED = (
     "create_engine_config",
 )
 """What of `EngineArgs` is set or wrapped here."""
-
-
-@dataclass(kw_only=True)
-class H2OEngineArgs:
-    """H2O's engine arguments; None: not given, the preset's value holds."""
-
-    enable_h2o: bool | None = None
-    kv_policy: str | None = None
-    h2o_budget: int | str | None = None
-    h2o_recent_ratio: float | None = None
-    h2o_sinks: int | None = None
-    h2o_observation_window: int | str | None = None
-    h2o_pooling: int | None = None
-    h2o_score: str | None = None
-    h2o_score_decay: float | None = None
-    h2o_eviction_unit: str | None = None
-    h2o_head_budgets: str | None = None
-
-
+_OPTIONS = {f.name: f for f in dataclasses.fields(H2OConfig) if f.metadata}
+H2OEngineArgs: Any = dataclasses.make_dataclass(
+    "H2OEngineArgs",
+    [
+        ("enable_h2o", "bool | None", None),
+        ("kv_policy", "str | None", None),
+        *((_PREFIX + n, f"{f.type} | None", None) for n, f in _OPTIONS.items()),
+    ],
+    kw_only=True,
+    namespace={"__module__": __name__},
+)
+"""H2O's engine arguments; None: not given, the preset's value holds."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(H2OEngineArgs))
-assert {name.removeprefix(_PREFIX) for name in _FIELDS[2:]} == set(OPTION_NAMES)
 
 
 def extend(module: ModuleType) -> None:
@@ -255,75 +238,26 @@ def add_cli_group(parser: Any) -> None:
         description="KV-cache eviction (vllm-h2o). A policy is a preset; an explicit "
         "option overrides it. Defaults in brackets are those of the preset h2o.",
     )
-    default = PRESETS["h2o"]
-
-    def add(name: str, help_: str, **kwargs: Any) -> None:
-        option = name.removeprefix(_PREFIX)
-        shown = getattr(default, option, None)
-        if shown is not None:
-            help_ = f"{help_} [{shown}]"
-        flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, default=None, help=help_.replace("%", "%%"), **kwargs)
-
-    add(
-        "kv_policy",
-        "Which tokens keep their KV: full keeps all (stock vLLM). [full]",
+    group.add_argument(
+        "--kv-policy",
+        help="Which tokens keep their KV: full keeps all (stock vLLM). [full]",
         choices=POLICY_NAMES,
     )
-    add(
-        "enable_h2o",
-        "Same as --kv-policy h2o.",
+    group.add_argument(
+        "--enable-h2o",
+        default=None,
+        help="Same as --kv-policy h2o.",
         action=argparse.BooleanOptionalAction,
     )
-    add(
-        "h2o_budget",
-        "Token slots per request, rounded up to whole blocks, or a percentage of "
-        "--max-model-len such as 20%.",
-        type=_cli(parse_budget),
-    )
-    add(
-        "h2o_recent_ratio",
-        "Share of the budget for the most recent tokens, 0 to 1, in whole blocks.",
-        type=float,
-    )
-    add("h2o_sinks", "First tokens that are never evicted, in tokens.", type=int)
-    add(
-        "h2o_observation_window",
-        "How many of the last prompt queries score the prompt, in tokens, or all.",
-        type=_cli(parse_window),
-    )
-    add(
-        "h2o_pooling",
-        "Width of the max-pool over prompt positions, odd, in tokens; 1: none.",
-        type=int,
-    )
-    add(
-        "h2o_score",
-        f"What tokens are compared by: {_summaries()}.",
-        choices=tuple(METHODS),
-    )
-    add("h2o_score_decay", "Factor on old scores per new query, 0 to 1.", type=float)
-    add(
-        "h2o_eviction_unit",
-        "Whether tokens or whole blocks compete.",
-        choices=("token", "block"),
-    )
-    add(
-        "h2o_head_budgets",
-        "Share the budget among KV heads: 'uniform', the file of a profile (python "
-        "-m vllm_h2o.calibrate), 'auto': the profile in the model's folder, else what "
-        "an engine has measured of the model at its first start, or 'measure': what "
-        "this one measures anew.",
-    )
-
-
-def _summaries() -> str:
-    """The methods, each with the first line of its description."""
-    first_lines = {
-        name: (cls.__doc__ or name).splitlines()[0].rstrip(".")
-        for name, cls in METHODS.items()
-    }
-    return "; ".join(f"{name}: {line}" for name, line in first_lines.items())
+    for name, option in _OPTIONS.items():
+        parse, choices = option.metadata["parse"], option.metadata["choices"]
+        summary = f"{option.metadata['summary']} [{option.default}]"
+        group.add_argument(
+            "--" + (_PREFIX + name).replace("_", "-"),
+            help=summary.replace("%", "%%"),
+            type=_cli(parse) if parse else None,
+            choices=choices,
+        )
 
 
 def _cli(parse):

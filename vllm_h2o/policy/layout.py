@@ -11,9 +11,11 @@ block (only among budgets by head) splits it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from vllm_h2o.policy.config import ALL_QUERIES, H2OConfig
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.options import ALL_QUERIES
 
 
 @dataclass(frozen=True)
@@ -146,5 +148,7 @@ def first_observer(config: H2OConfig, prefill_end: int) -> int:
     """Position of the first prompt query whose attention is scored."""
     if config.observation_window == ALL_QUERIES:
         return 0
-    assert isinstance(config.observation_window, int)
-    return max(0, prefill_end - config.observation_window)
+    window = config.observation_window
+    if isinstance(window, str):
+        window = math.ceil(prefill_end * float(window.rstrip("%")) / 100)
+    return max(0, prefill_end - window)

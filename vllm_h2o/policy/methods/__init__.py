@@ -15,8 +15,17 @@ from vllm_h2o.policy.methods.sum import Sum
 
 __all__ = [
     "METHODS", "Mean", "Method", "Norm", "Queries", "State", "Sum", "fused_form_of",
-    "starts_at_zero",
+    "starts_at_zero", "summaries",
 ]  # fmt: skip
 
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Sum, Mean, Norm)}
 """By what `--h2o-score` calls them."""
+
+
+def summaries() -> str:
+    """The methods, each with the first line of its description."""
+    first_lines = {
+        name: (cls.__doc__ or name).splitlines()[0].rstrip(".")
+        for name, cls in METHODS.items()
+    }
+    return "; ".join(f"{name}: {line}" for name, line in first_lines.items())

@@ -1,0 +1,104 @@
+"""What a user may set: how an option is declared, read and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import field
+from typing import Any
+
+ALL_QUERIES = "all"
+"""`observation_window` value: every prompt query scores (the H2O paper)."""
+
+
+def parse_budget(value: int | str) -> int | str:
+    """Return an `int` number of tokens, or a percentage as `"N%"`."""
+    fix = "use a number of token slots such as 512, or a percentage such as '20%'"
+    if isinstance(value, bool):
+        raise bad("budget", value, fix)
+    if isinstance(value, int):
+        if value < 1:
+            raise bad("budget", value, fix)
+        return value
+    text = str(value).strip()
+    try:
+        if text.endswith("%"):
+            return _percentage("budget", text, fix)
+        tokens = int(text)
+        if tokens < 1:
+            raise ValueError
+        return tokens
+    except ValueError:
+        raise bad("budget", value, fix) from None
+
+
+def _percentage(option: str, text: str, fix: str) -> str:
+    """The same share as `"N%"`, more than nothing and not more than all."""
+    try:
+        percent = float(text[:-1])
+        if not 0.0 < percent <= 100.0:
+            raise ValueError
+    except ValueError:
+        raise bad(option, text, fix) from None
+    return f"{percent:g}%"
+
+
+def parse_window(value: int | str) -> int | str:
+    """Return an `int` number of prompt queries, `"N%"` of a prompt, or `"all"`."""
+    fix = "use a number of prompt queries such as 32, a share such as '20%', or 'all'"
+    if isinstance(value, bool):
+        raise bad("observation_window", value, fix)
+    text = str(value).strip().lower()
+    if text == ALL_QUERIES:
+        return ALL_QUERIES
+    if text.endswith("%"):
+        return _percentage("observation_window", text, fix)
+    try:
+        window = int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise bad("observation_window", value, fix) from None
+    if window < 1 or float(value) != window:
+        raise bad("observation_window", value, fix)
+    return window
+
+
+def bad(option: str, value: Any, fix: str, prefix: str = "h2o_") -> ValueError:
+    flag = "--" + (prefix + option).replace("_", "-")
+    return ValueError(f"{prefix}{option} ({flag}) is {value!r}: {fix}")
+
+
+def check_number(option: str, value: Any, low: float, high: float) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high:
+        raise bad(option, value, f"use a number from {low} to {high}")
+
+
+def check_int(option: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise bad(option, value, f"use a whole number, {low} or more")
+
+
+def check_choice(
+    option: str, value: Any, choices: tuple[str, ...], prefix: str = "h2o_"
+) -> None:
+    if value not in choices:
+        raise bad(option, value, f"use one of {', '.join(choices)}", prefix)
+
+
+def option(
+    default: Any,
+    summary: str,
+    parse: Callable[[str], Any] | None = None,
+    choices: Iterable[str] | None = None,
+) -> Any:
+    """A field that a user sets, with what the command line says of it.
+
+    Args:
+        default: In the preset `h2o`.
+        summary: For `--help`.
+        parse: Of what is typed; None: a string.
+        choices: The only values.
+    """
+    return field(
+        default=default,
+        metadata={"summary": summary, "parse": parse, "choices": choices},
+    )

@@ -1,0 +1,118 @@
+"""The policies that have a name, and how a user's options become one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllm_h2o.policy.config import UNIFORM, H2OConfig
+from vllm_h2o.policy.methods import METHODS
+from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice
+
+_OF_SCORES = ("observation_window", "pooling", "score", "score_decay")
+_SUMS = H2OConfig(recent_ratio=0.5, score="sum", head_budgets=UNIFORM)
+
+PRESETS: Mapping[str, H2OConfig] = {
+    "h2o": H2OConfig(),
+    "h2o-paper": replace(
+        _SUMS, policy="h2o-paper", observation_window=ALL_QUERIES, pooling=1
+    ),
+    "snapkv": replace(_SUMS, policy="snapkv", pooling=7),
+    "tova": replace(
+        _SUMS,
+        policy="tova",
+        recent_ratio=0.0,
+        observation_window=1,
+        pooling=1,
+        score_decay=0.0,
+    ),
+    "streaming": replace(
+        _SUMS,
+        policy="streaming",
+        recent_ratio=1.0,
+        sinks=4,
+        observation_window=1,
+        pooling=1,
+    ),
+}
+"""The policies that evict; `full` is the absence of one."""
+
+FULL = "full"
+POLICY_NAMES = (FULL, *PRESETS)
+
+OPTION_NAMES = tuple(
+    field.name for field in dataclasses.fields(H2OConfig) if field.name != "policy"
+)
+
+
+def _of_methods() -> set[str]:
+    """Options that only some methods have."""
+    return {f.name for cls in METHODS.values() for f in dataclasses.fields(cls)}
+
+
+def resolve_config(
+    policy: str | None, enable_h2o: bool | None, options: Mapping[str, Any]
+) -> H2OConfig | None:
+    """Merge a policy name and explicit options into a config.
+
+    Args:
+        policy: `kv_policy` as given, None when it was not.
+        enable_h2o: As given, None when it was not. True means `policy="h2o"`.
+        options: Explicit options by field name (no `h2o_` prefix).
+
+    Returns:
+        The config, or None when nothing is to be evicted.
+
+    Raises:
+        ValueError: Unknown or contradictory options.
+    """
+    if policy is not None:
+        check_choice("kv_policy", policy, POLICY_NAMES, prefix="")
+    if not isinstance(enable_h2o, bool | None):
+        raise bad("enable_h2o", enable_h2o, "use True or False", prefix="")
+    unknown = sorted(set(options) - set(OPTION_NAMES))
+    if unknown:
+        raise ValueError(
+            f"unknown H2O option {unknown[0]!r}: use one of {', '.join(OPTION_NAMES)}"
+        )
+    if enable_h2o is True and policy not in (None, "h2o"):
+        raise ValueError(
+            f"enable_h2o=True means kv_policy='h2o', but kv_policy={policy!r} "
+            "was given too: drop one of them"
+        )
+    if enable_h2o is False and policy not in (None, FULL):
+        raise ValueError(
+            f"enable_h2o=False turns eviction off, but kv_policy={policy!r} "
+            "turns it on: drop one of them"
+        )
+    name = "h2o" if enable_h2o else (policy or FULL)
+    if name == FULL:
+        if options:
+            option, value = next(iter(options.items()))
+            asked = (
+                f"kv_policy={FULL!r}"
+                if policy
+                else ("enable_h2o=False" if enable_h2o is False else "no kv_policy")
+            )
+            raise ValueError(
+                f"h2o_{option}={value!r} has no effect with {asked}: "
+                "add kv_policy='h2o' (--kv-policy h2o) or drop the option"
+            )
+        return None
+    config = replace(PRESETS[name], **options)
+    for method_option in set(options) & _of_methods():
+        if not hasattr(config.method, method_option):
+            raise ValueError(
+                f"h2o_{method_option}={options[method_option]!r} is no option of "
+                f"h2o_score={config.score!r} (--h2o-score): drop it"
+            )
+    idle = [name for name in _OF_SCORES if name in options]
+    if idle and not config.keeps_heavy_set:
+        raise ValueError(
+            f"h2o_{idle[0]}={options[idle[0]]!r} has no effect with recent_ratio=1.0, "
+            "which leaves no slots to win by score: drop it, or use a smaller "
+            "h2o_recent_ratio (--h2o-recent-ratio)"
+        )
+    return config
