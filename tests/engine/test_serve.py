@@ -40,13 +40,7 @@ class Server:
         # Without it vLLM kills the engine at once, which then may not log its end.
         command += ["--shutdown-timeout", str(SECONDS)]
         env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        # As a user starts it, with vLLM's own processes, threads and cores.
-        for name in (
-            "VLLM_ENABLE_V1_MULTIPROCESSING",
-            "VLLM_CPU_OMP_THREADS_BIND",
-            "OMP_NUM_THREADS",
-        ):
-            env.pop(name, None)
+        env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, env=env, stdout=log, stderr=log, start_new_session=True
