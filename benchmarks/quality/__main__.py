@@ -60,6 +60,7 @@ OURS = [H2O, UNIFORM, ("h2o-paper", "h2o-paper", {}), ("streaming", "streaming",
 OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
+    ("mpcache", "mpcache", {}),
     ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
 ]
 LEVERS: list[Variant] = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from benchmarks.quality.tasks import Question, questions
 from benchmarks.quality.texts import kinds_of, texts
 from benchmarks.smollm2 import ensure_model
 from vllm_h2o.attention.ops import KERNELS
-from vllm_h2o.policy.methods import METHODS, fused_form_of
+from vllm_h2o.policy.methods import fused_form_of
+from vllm_h2o.policy.presets import PRESETS
 
 FULL = "full"
 ENGINE, KVPRESS, BLOCKS = "vllm_h2o", "kvpress", "shared_blocks"
@@ -100,9 +101,10 @@ def run_apart(cell: Cell) -> Rows:
         subprocess.CalledProcessError: It failed; its traceback is on stderr.
     """
     env = {} if _POOL_GIB in os.environ else {_POOL_GIB: "2"}
-    score = cell.options.get("score")
-    if score and fused_form_of(METHODS[score]()) is None:
-        env[KERNELS] = "reference"
+    if cell.policy in PRESETS:
+        config = replace(PRESETS[cell.policy], **cell.options)
+        if fused_form_of(config.method) is None or config.read != "100%":
+            env[KERNELS] = "reference"
     rows = run_in_process("benchmarks.quality.cells:run_job", asdict(cell), env)
     return [tuple(row) for row in rows]
 

@@ -13,7 +13,7 @@ from vllm_h2o.policy.methods import METHODS, Method
 
 pytestmark = pytest.mark.engine
 
-NUM_TOKENS = 12
+NUM_TOKENS, SIZES = 12, Sizes(64, 64, 32)
 
 
 class Peak(Method):
@@ -78,12 +78,31 @@ def test_a_method_with_state_of_its_own_equals_its_dense_reference(monkeypatch):
     check(options_of("norm"), "mean", NormHead, monkeypatch)
 
 
-def check(options, score, head_class, monkeypatch):
+def test_reading_some_pages_equals_its_dense_reference(monkeypatch):
+    """Of eight pages the ring's two and the two best of the six others."""
+    options = options_of("mean") | {
+        "h2o_budget": 256,
+        "h2o_recent_ratio": 0.25,
+        "h2o_read": "50%",
+    }
+    sizes = Sizes(192, 64, 32)
+    check(options, "mean", Head, monkeypatch, sizes, lengths=(400, 250), read=0.5)
+
+
+def check(
+    options,
+    score,
+    head_class,
+    monkeypatch,
+    sizes=SIZES,
+    lengths=(300, 122),
+    read=1.0,
+):
     """In chunks, of a prompt beyond the budget and of one that fills it later; the
     second time they hit the prefix cache."""
     monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
-    variant, sizes = Variant(64, 15, score, "token", sinks=0), Sizes(64, 64, 32)
-    model, prompts = DenseLlama(ensure_model()), prompts_of(300, 122)
+    variant = Variant(64, 15, score, "token", sinks=0, read=read)
+    model, prompts = DenseLlama(ensure_model()), prompts_of(*lengths)
     expected = [
         generate(model, prompt, NUM_TOKENS, [variant], sizes, head_class=head_class)[0]
         for prompt in prompts

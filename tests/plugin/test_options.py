@@ -47,6 +47,8 @@ MODEL = str(SMOLLM2)
         ("observation_window", 1.5, "'all'"),
         ("observation_window", "0%", "'20%'"),
         ("observation_window", "101%", "'20%'"),
+        ("read", "0%", "'20%'"),
+        ("read", 20, "'20%'"),
         ("pooling", 0, "1 or more"),
         ("pooling", 4, "odd"),
         ("score", "max", "sum, mean"),
@@ -226,6 +228,21 @@ def test_kv_cache_of_another_dtype_is_refused(model_of):
     refused(options, "--kv-cache-dtype='bfloat16'", "--kv-cache-dtype auto")
     options["dtype"] = "bfloat16"  # the model's own: nothing to refuse
     EngineArgs(kv_policy="h2o", h2o_budget=512, **options).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"kv_policy": "mpcache"}, "h2o_read='20%'.*has no kernel.*'100%'"),
+        ({"kv_policy": "h2o", "h2o_score": "norm"}, "h2o_score='norm'.*mean, sum"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(model_of, options, complaint, monkeypatch):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"dtype": "float32"} | options
+    with pytest.raises(ValueError, match=complaint):
+        EngineArgs(**options).create_engine_config()
+    monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
+    EngineArgs(**options).create_engine_config()
 
 
 @pytest.mark.parametrize("head_dim", [24, 40])
@@ -589,12 +606,13 @@ def test_command_line():
     line = (
         f"--model {MODEL} --kv-policy h2o --h2o-budget 20% --h2o-recent-ratio 0.25 "
         "--h2o-sinks 3 --h2o-observation-window all --h2o-pooling 1 --h2o-score sum "
-        "--h2o-score-decay 0.9 --h2o-eviction-unit block --h2o-head-budgets uniform"
+        "--h2o-score-decay 0.9 --h2o-read 50% --h2o-eviction-unit block "
+        "--h2o-head-budgets uniform"
     )
     args = AsyncEngineArgs.from_cli_args(parser().parse_args(line.split()))
     config = parse_settings(translate(args)["additional_config"]["h2o"])
     assert config == H2OConfig(
-        "h2o", "20%", 0.25, 3, "all", 1, "sum", 0.9, "block", "uniform"
+        "h2o", "20%", 0.25, 3, "all", 1, "sum", 0.9, "50%", "block", "uniform"
     )
     for option, on in (("", False), ("--no-enable-h2o", False), ("--enable-h2o", True)):
         args = parser().parse_args(f"--model {MODEL} {option}".split())

@@ -27,6 +27,7 @@ class Variant:
     unit: str
     decay: float = 1.0
     sinks: int = 4
+    read: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Head:
         self.variant, self.common, self.sizes = variant, common, sizes
         self.kept = torch.zeros(capacity, dtype=torch.bool)
         self.scores = torch.zeros(capacity)
+        self.slots = torch.zeros(capacity, dtype=torch.int64)
         self.first_query = 0
         self.close_calls: set[int] = set()
 
@@ -134,6 +136,7 @@ class Head:
         # Below the common budget all heads keep everything, whatever their own is.
         if n <= max(sizes.budget, self.common.budget):
             self.kept[:n] = True
+            self.slots[:n] = torch.arange(n)
         if n > self.common.budget and n > sizes.budget:
             self.select(n)
 
@@ -161,8 +164,16 @@ class Head:
         if len(ranked) > len(winners) - pinned > 0:
             last, first = winners[-1], ranked[len(winners) - pinned]
             self.note_close_call((groups[last], last), (groups[first], first))
-        for i in winners:
+        for slot, i in enumerate(sorted(winners)):
             self.kept[i * unit : (i + 1) * unit] = True
+            self.slots[i * unit : (i + 1) * unit] = slot * unit + torch.arange(unit)
+        for position in range(recent_from, n):
+            self.slots[position] = self.ring_slot(position)
+
+    def ring_slot(self, position: int) -> int:
+        """Where a new token goes."""
+        heavy, recent = self.sizes.heavy, self.sizes.recent
+        return position if position < heavy else heavy + (position - heavy) % recent
 
     def values(self, seen: int) -> torch.Tensor:
         """What tokens are compared by after `seen` tokens."""
@@ -195,8 +206,44 @@ class Head:
             self.note_close_call(
                 (value[runner_up].item(), pinned + runner_up), (low, pinned + loser)
             )
-        loser = (pinned + loser) * unit
+        loser, leaving = (pinned + loser) * unit, leaving * unit
         self.kept[loser : loser + unit] = False
+        # What graduates takes the slots of what it beat.
+        self.slots[leaving : leaving + unit] = self.slots[loser : loser + unit]
+
+    def join(self, position: int) -> None:
+        """Take in the new token."""
+        self.kept[position] = True
+        self.slots[position] = self.ring_slot(position)
+
+    def visible(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which tokens the newest's query reads.
+
+        Args are `[group, head_dim]` and `[n, head_dim]`, of the tokens up to it.
+        """
+        n, variant = len(keys), self.variant
+        kept = self.kept[:n]
+        if variant.read == 1.0 or n - 1 < self.first_query:
+            return kept
+        pages: dict[int, list[int]] = {}
+        for position in kept.nonzero().flatten().tolist():
+            page = int(self.slots[position]) // self.sizes.block
+            pages.setdefault(page, []).append(position)
+        bounds = {}
+        for page, positions in pages.items():
+            mine, slots = keys[positions], self.slots[positions]
+            bound = 0.6 * mine.amax(dim=0) + 0.4 * mine.amin(dim=0)
+            bounds[page] = float(query.sum(dim=0) @ bound)
+            ends = (slots < variant.sinks) | (slots >= self.sizes.heavy)
+            if ends.any() or n - 1 in positions:
+                bounds[page] = float("inf")
+        always = sum(bound == float("inf") for bound in bounds.values())
+        count = max(-int(-variant.read * len(pages) // 1), always)
+        ranked = sorted(pages, key=lambda page: (-bounds[page], page))
+        read = torch.zeros_like(kept)
+        for page in ranked[:count]:
+            read[pages[page]] = True
+        return read
 
     def accumulate(self, attention: torch.Tensor) -> None:
         """Add `[n]` probabilities, summed over the query heads of the group."""
@@ -295,16 +342,16 @@ def generate(
         for layer in range(model.num_layers):
             q, k, v = model.project(x, layer, torch.full((len(variants),), position))
             keys[layer][:, :, position], values[layer][:, :, position] = k, v
+            past = keys[layer][:, :, : position + 1]
+            q = q.view(len(variants), model.num_kv_heads, group, model.head_dim)
             masks = []
             for i, per_variant in enumerate(heads):
                 for g, head in enumerate(per_variant[layer]):
                     head.make_room(position)
                     head.meet(position, v[i, g, None])
-                    head.kept[position] = True
-                    masks.append(head.kept[: position + 1])
+                    head.join(position)
+                    masks.append(head.visible(q[i, g], past[i, g]))
             kept = torch.stack(masks).view(len(variants), model.num_kv_heads, 1, -1)
-            q = q.view(len(variants), model.num_kv_heads, group, model.head_dim)
-            past = keys[layer][:, :, : position + 1]
             logits = q @ past.transpose(-1, -2) * scale
             attention = logits.masked_fill(~kept, float("-inf")).softmax(dim=-1)
             mixed = attention @ values[layer][:, :, : position + 1]

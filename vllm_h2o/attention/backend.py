@@ -31,6 +31,7 @@ from vllm_h2o.attention.reading import Reading
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.options import share_of
 
 _Stock: Any = object
 """The stock class, which comes next among the bases of a platform's class."""
@@ -186,6 +187,7 @@ class H2OImpl(_Stock):
             softcap=float(self.logits_soft_cap or 0.0),
             method=self.h2o.method,
             heads=self.heads.slots() if self.heads else None,
+            read=share_of(self.h2o.read),
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.

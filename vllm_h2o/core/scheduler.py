@@ -124,6 +124,7 @@ class H2OScheduler(AsyncScheduler):
         )
         count = len(self.h2o_managers)
         resident = usable // (layout.budget_blocks * count + windowed)
+        reading = f", reading {config.read}" if config.read != "100%" else ""
         return (
             f"H2O is on: policy {config.policy}, budget {layout.budget} tokens "
             f"({layout.budget_blocks} blocks of {spec.block_size}): "
@@ -131,8 +132,9 @@ class H2OScheduler(AsyncScheduler):
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
             f"score {config.score}, decay {config.score_decay:g}, "
             f"observation window {config.observation_window}, "
-            f"pooling {config.pooling}. After its prompt a request holds at most "
-            f"{layout.budget} KV tokens (stock: {self.max_model_len}); the pool of "
+            f"pooling {config.pooling}{reading}. After its prompt a request "
+            f"holds at most {layout.budget} KV tokens (stock: {self.max_model_len}); "
+            "the pool of "
             f"{usable} blocks fits {resident} such requests, or "
             f"{usable // (full * count + windowed)} full-length ones."
         )

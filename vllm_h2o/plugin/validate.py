@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from vllm_h2o.policy.config import H2OConfig
-    from vllm_h2o.policy.methods import Method
 
 _OFF = "or drop --kv-policy (kv_policy, enable_h2o)"
 _WINDOWED = {"sliding_attention", "chunked_attention"}
@@ -189,30 +188,37 @@ def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
 
         check_layer(*shape)
         if not runs_reference():
-            check_method(config.method, cpu.FORMS, "CPU")
+            check_kernels(config, cpu.FORMS, "CPU")
         return
     from vllm_h2o.attention.ops import triton
 
-    check_method(config.method, triton.FORMS, "CUDA")
+    check_kernels(config, triton.FORMS, "CUDA")
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
     triton.check_supported(*shape, heads, kv_heads)
     check_cuda_options(vllm_config)
 
 
-def check_method(method: Method, forms: frozenset[str], platform: str) -> None:
-    """Raise ValueError where the platform's kernels do not have a method.
+def check_kernels(config: H2OConfig, forms: frozenset[str], platform: str) -> None:
+    """Raise ValueError where the platform's kernels lack what a policy needs.
 
     Args:
-        method: What tokens are compared by.
-        forms: The kernels' own, see `Method.fused_form`.
+        config: The policy.
+        forms: The methods that the kernels have, see `Method.fused_form`.
         platform: Where they run.
     """
-    if fused_form_of(method) not in forms:
+    reference = (
+        f"has no kernel on {platform}: set VLLM_H2O_KERNELS=reference, which runs all "
+        "in plain torch, slowly and on CPU only"
+    )
+    if fused_form_of(config.method) not in forms:
         raise ValueError(
-            f"h2o_score={method.name!r} (--h2o-score) has no kernel on {platform}: set "
-            "VLLM_H2O_KERNELS=reference, which runs every method in plain torch, "
-            f"slowly and on CPU only, or use one of {', '.join(sorted(forms))}"
+            f"h2o_score={config.score!r} (--h2o-score) {reference}, or use one of "
+            f"{', '.join(sorted(forms))}"
+        )
+    if config.read != "100%":
+        raise ValueError(
+            f"h2o_read={config.read!r} (--h2o-read) {reference}, or use '100%'"
         )
 
 

@@ -13,6 +13,7 @@ from vllm_h2o.policy.options import (
     check_number,
     option,
     parse_budget,
+    parse_share,
     parse_window,
 )
 
@@ -43,6 +44,8 @@ class H2OConfig:
             when the prompt is compressed; 1: none.
         score: What tokens are compared by: the name of one of `METHODS`.
         score_decay: What an old score is multiplied by per new query.
+        read: Percentage of the held pages that the query of a generated token reads,
+            as `"20%"`; sinks and recent tokens are always among them.
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
             (`vllm_h2o.policy.profile`), `"auto"`: the profile in the model's
@@ -84,6 +87,12 @@ class H2OConfig:
     score_decay: float = option(
         1.0, "Factor on old scores per new query, 0 to 1.", float
     )
+    read: str = option(
+        "100%",
+        "Share of the held pages that a generated token's query reads: those whose "
+        "keys may suit it best, in per cent.",
+        parse_share,
+    )
     eviction_unit: str = option(
         "token", "Whether tokens or whole blocks compete.", choices=_UNITS
     )
@@ -99,6 +108,7 @@ class H2OConfig:
         set_ = object.__setattr__
         set_(self, "budget", parse_budget(self.budget))
         set_(self, "observation_window", parse_window(self.observation_window))
+        set_(self, "read", parse_share(self.read))
         check_number("recent_ratio", self.recent_ratio, 0.0, 1.0)
         check_number("score_decay", self.score_decay, 0.0, 1.0)
         check_int("sinks", self.sinks, 0)

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.options import ALL_QUERIES
+from vllm_h2o.policy.options import ALL_QUERIES, share_of
 
 
 @dataclass(frozen=True)
@@ -150,5 +150,5 @@ def first_observer(config: H2OConfig, prefill_end: int) -> int:
         return 0
     window = config.observation_window
     if isinstance(window, str):
-        window = math.ceil(prefill_end * float(window.rstrip("%")) / 100)
+        window = math.ceil(prefill_end * share_of(window))
     return max(0, prefill_end - window)

@@ -42,6 +42,19 @@ def _percentage(option: str, text: str, fix: str) -> str:
     return f"{percent:g}%"
 
 
+def parse_share(value: int | str) -> str:
+    """Return a percentage as `"N%"`."""
+    text, fix = str(value).strip(), "use a percentage such as '20%', or '100%' for all"
+    if not text.endswith("%"):
+        raise bad("read", value, fix)
+    return _percentage("read", text, fix)
+
+
+def share_of(percentage: str) -> float:
+    """The share that `"N%"` is."""
+    return float(percentage.rstrip("%")) / 100.0
+
+
 def parse_window(value: int | str) -> int | str:
     """Return an `int` number of prompt queries, `"N%"` of a prompt, or `"all"`."""
     fix = "use a number of prompt queries such as 32, a share such as '20%', or 'all'"

@@ -11,7 +11,7 @@ from vllm_h2o.policy.config import UNIFORM, H2OConfig
 from vllm_h2o.policy.methods import METHODS
 from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice
 
-_OF_SCORES = ("observation_window", "pooling", "score", "score_decay")
+_OF_HEAVY_SET = ("observation_window", "pooling", "score", "score_decay", "read")
 _SUMS = H2OConfig(recent_ratio=0.5, score="sum", head_budgets=UNIFORM)
 
 PRESETS: Mapping[str, H2OConfig] = {
@@ -27,6 +27,14 @@ PRESETS: Mapping[str, H2OConfig] = {
         observation_window=1,
         pooling=1,
         score_decay=0.0,
+    ),
+    "mpcache": H2OConfig(
+        policy="mpcache",
+        budget="50%",
+        observation_window="20%",
+        pooling=1,
+        read="20%",
+        head_budgets=UNIFORM,
     ),
     "streaming": replace(
         _SUMS,
@@ -108,7 +116,7 @@ def resolve_config(
                 f"h2o_{method_option}={options[method_option]!r} is no option of "
                 f"h2o_score={config.score!r} (--h2o-score): drop it"
             )
-    idle = [name for name in _OF_SCORES if name in options]
+    idle = [name for name in _OF_HEAVY_SET if name in options]
     if idle and not config.keeps_heavy_set:
         raise ValueError(
             f"h2o_{idle[0]}={options[idle[0]]!r} has no effect with recent_ratio=1.0, "

@@ -21,6 +21,7 @@ from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Queries, State
 from vllm_h2o.policy.probabilities import tiles
+from vllm_h2o.policy.reading import pages_read
 from vllm_h2o.policy.selection import select_residents
 
 _START_TILE = 1024
@@ -324,6 +325,12 @@ class _Resident:
             slots = slots[~stale]
         return slots
 
+    def always_read(self, slots: torch.Tensor) -> torch.Tensor:
+        """Which of these slots any query reads: sinks, the ring and the new token."""
+        layout = self.layout
+        ends = (slots < layout.pinned_slots) | (slots >= layout.heavy_slots)
+        return ends | (slots == self.slot)
+
     def attend(self, query: torch.Tensor) -> torch.Tensor:
         """Return `[group, head_size]` attention and add it to the scores."""
         params, slots = self.params, self.occupied()
@@ -332,6 +339,12 @@ class _Resident:
         logits = query.float() @ keys.T * params.scale
         if params.softcap > 0.0:
             logits = params.softcap * torch.tanh(logits / params.softcap)
+        if params.read < 1.0 and self.scores_now:
+            read = pages_read(
+                query.float(), keys, slots // self.layout.block_size,
+                self.always_read(slots), params.read,
+            )  # fmt: skip
+            logits = logits.masked_fill(~read, float("-inf"))
         probs = logits.softmax(dim=1)
         if self.scores_now:
             state = self.state(slots)

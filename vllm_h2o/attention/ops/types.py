@@ -95,6 +95,7 @@ class DecodeParams:
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
         method: What a token in a slot is worth.
+        read: Share of the held pages that a query reads, see `policy.reading`.
         heads: Budgets by head, None where all have the same.
     """
 
@@ -103,6 +104,7 @@ class DecodeParams:
     softcap: float
     method: Method
     heads: HeadSlots | None = None
+    read: float = 1.0
 
     @cached_property
     def fused_form(self) -> str | None:

@@ -1,0 +1,52 @@
+"""Which of the held pages a query reads, by a bound on what their keys can give it.
+
+The dynamic half of MPCache (arXiv 2501.06807), in the linear form of its authors' code;
+the secure computation that the paper is about is not ours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_HIGHEST_SHARE = 0.6
+"""The authors' weight of a page's highest keys, beside its lowest (their alpha)."""
+
+
+def pages_read(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    page: torch.Tensor,
+    always: torch.Tensor,
+    share: float,
+) -> torch.Tensor:
+    """Choose the pages that a query reads, for the query heads of a KV head together.
+
+        bound[p] = sum_h q_h . (alpha max_{t in p} k_t + (1 - alpha) min_{t in p} k_t)
+
+    with the maximum and the minimum by element. Those of highest bound are read beside
+    those that always are, of equal ones the lower.
+
+    Args:
+        query: `[group, head_size]`, after RoPE.
+        keys: `[n, head_size]` of the held tokens, after RoPE.
+        page: `[n]` int64 page of each token, from 0 on; none is empty.
+        always: `[n]` bool, tokens whose pages are read in any case.
+        share: Of the pages, how many are read, rounded up.
+
+    Returns:
+        `[n]` bool: the tokens that are read.
+    """
+    num_pages = int(page.max()) + 1
+    at = page[:, None].expand_as(keys)
+    shape = (num_pages, keys.shape[1])
+    highest = keys.new_full(shape, -math.inf).scatter_reduce(0, at, keys, "amax")
+    lowest = keys.new_full(shape, math.inf).scatter_reduce(0, at, keys, "amin")
+    bound = (_HIGHEST_SHARE * highest + (1 - _HIGHEST_SHARE) * lowest) @ query.sum(0)
+    bound[page[always]] = math.inf
+    count = max(math.ceil(share * num_pages), int(bound.isposinf().sum()))
+    best = bound.sort(descending=True, stable=True).indices[:count]
+    read = torch.zeros(num_pages, dtype=torch.bool)
+    read[best] = True
+    return read[page]
