@@ -273,10 +273,9 @@ def test_launcher_reads_no_value(monkeypatch):
     monkeypatch.setattr(launch, "attend_kernel", Recorder())
     monkeypatch.setattr(launch, "combine_kernel", Recorder())
     step = make_step(params_of(), [5, 60], heads=(6, 2))
-    pages = {
-        name: getattr(step.pages, name).to("meta")
-        for name in ("keys", "values", "scores", "births")
-    }
+    names = ("keys", "values", "births")
+    pages = {name: getattr(step.pages, name).to("meta") for name in names}
+    pages["state"] = {"score": step.pages.scores.to("meta")}
     decode_resident(
         step.query.to("meta"), step.key.to("meta"), step.value.to("meta"),
         dataclasses.replace(step.pages, **pages),

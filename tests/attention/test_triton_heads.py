@@ -166,10 +166,10 @@ def test_transition_into_borrowed_pages(dtype):
     for copy, device in ((reference.compress, "cpu"), (compress, DEVICE)):
         own = [clone(pages, device) for pages in layers]
         params = params_of(own, 0, 16)
-        mine = scores.to(device)
-        chosen = check_choice(mine, 77, 60, CONFIG, params)
+        state = {"score": scores.to(device)}
+        chosen = check_choice(state["score"], 77, 60, CONFIG, params)
         assert (chosen.slots >= 0).sum(dim=1).tolist() == [16, 77]
-        copy(own[0], dense.to(device), resident.to(device), 77, chosen, mine, params)
+        copy(own[0], dense.to(device), resident.to(device), 77, chosen, state, params)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
