@@ -8,8 +8,10 @@ import torch
 
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import assert_equal_densely, engine, outcome, prompts_of
+from tests.engine.test_reference import own_sizes
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
 from vllm_h2o.policy.methods import METHODS, Method
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +81,7 @@ def test_a_method_with_state_of_its_own_equals_its_dense_reference(monkeypatch):
 
 
 def test_reading_some_pages_equals_its_dense_reference(monkeypatch):
-    """Of eight pages the ring's two and the two best of the six others."""
+    """Of eight pages the ring's two and the three best of the six others."""
     options = options_of("mean") | {
         "h2o_budget": 256,
         "h2o_recent_ratio": 0.25,
@@ -87,6 +89,23 @@ def test_reading_some_pages_equals_its_dense_reference(monkeypatch):
     }
     sizes = Sizes(192, 64, 32)
     check(options, "mean", Head, monkeypatch, sizes, lengths=(400, 250), read=0.5)
+
+
+def test_both_with_budgets_by_head_equal_their_dense_reference(monkeypatch):
+    """Also of a request that fills the common budget while it generates."""
+    blocks = allocate(
+        HeadProfile.load(ensure_model() / FILE_NAME).stretched(2048, 256), 32, 8, 64, 1
+    )
+    own = [[own_sizes(number, 32) for number in layer] for layer in blocks]
+    assert len({head.budget for layer in own for head in layer}) > 4
+    options = options_of("norm") | {
+        "h2o_budget": 256,
+        "h2o_read": "50%",
+        "h2o_head_budgets": "auto",
+    }
+    common = Sizes(128, 128, 32)
+    lengths = (400, 250)
+    check(options, "mean", NormHead, monkeypatch, common, lengths, read=0.5, own=own)
 
 
 def check(
@@ -97,6 +116,7 @@ def check(
     sizes=SIZES,
     lengths=(300, 122),
     read=1.0,
+    own=None,
 ):
     """In chunks, of a prompt beyond the budget and of one that fills it later; the
     second time they hit the prefix cache."""
@@ -104,7 +124,9 @@ def check(
     variant = Variant(64, 15, score, "token", sinks=0, read=read)
     model, prompts = DenseLlama(ensure_model()), prompts_of(*lengths)
     expected = [
-        generate(model, prompt, NUM_TOKENS, [variant], sizes, head_class=head_class)[0]
+        generate(
+            model, prompt, NUM_TOKENS, [variant], sizes, own, head_class=head_class
+        )[0]
         for prompt in prompts
     ]
     options |= {"max_num_batched_tokens": 256, "enable_prefix_caching": True}

@@ -78,6 +78,9 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
     assert resolve_config("h2o", None, {"score": "other"}).method == Other()
     with pytest.raises(ValueError, match="h2o_score_decay=0.5 .*h2o_score='other'"):
         resolve_config("h2o", None, {"score": "other", "score_decay": 0.5})
+    # Given by the preset: without it, this would be no TOVA.
+    with pytest.raises(ValueError, match="h2o_score_decay=0.0 of tova"):
+        resolve_config("tova", None, {"score": "other"})
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,31 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.smollm2 import ensure_model
-from vllm_h2o.plugin.calibration import MOST_TOKENS
-from vllm_h2o.plugin.texts import calibration_texts
+from vllm_h2o.plugin.texts import MOST_TOKENS, calibration_texts
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ensure_model())
 
 
 @pytest.mark.parametrize("name", ["code", "facts", "narrative-en", "narrative-es"])
-def test_a_text_is_long_enough(name):
-    tokenizer = AutoTokenizer.from_pretrained(ensure_model())
-    assert len(tokenizer.encode(calibration_texts()[name])) > MOST_TOKENS
+@pytest.mark.parametrize("num_tokens", [512, 1024, MOST_TOKENS])
+def test_a_text_is_long_enough(tokenizer, name, num_tokens):
+    text = calibration_texts(num_tokens)[name]
+    assert len(tokenizer.encode(text)) > num_tokens
 
 
-def test_what_is_asked_for_has_been_said():
-    facts = calibration_texts()["facts"]
-    *_, asked = facts.splitlines()
-    who, code = asked.removeprefix("What is the code of ").rstrip(".").split("? It is ")
-    assert f"The code of {who} is {code}." in facts
-    assert calibration_texts()["facts"] == facts
+@pytest.mark.parametrize("num_tokens", [512, 1024, MOST_TOKENS])
+def test_what_is_asked_for_has_been_said(tokenizer, num_tokens):
+    """In the end of the text that is read, of nearly all."""
+    facts = calibration_texts(num_tokens)["facts"]
+    assert calibration_texts(num_tokens)["facts"] == facts
+    lines = tokenizer.decode(tokenizer.encode(facts)[-num_tokens:]).splitlines()
+    asked = [line for line in lines if line.startswith("What is the code of ")]
+    assert len(asked) >= 12
+    for line in asked:
+        who, code = (
+            line.removeprefix("What is the code of ").rstrip(".").split("? It is ")
+        )
+        assert f"The code of {who} is {code}." in lines

@@ -99,3 +99,4 @@ def test_first_observer():
     assert first_observer(H2OConfig(observation_window="all"), 100) == 0
     assert first_observer(H2OConfig(observation_window="20%"), 101) == 80
     assert first_observer(H2OConfig(observation_window="1%"), 10) == 9
+    assert first_observer(H2OConfig(observation_window="7%"), 100) == 93

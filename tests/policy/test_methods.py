@@ -104,6 +104,8 @@ def test_fields_that_nothing_could_keep_are_refused():
             type("Other", (Mean,), {"fields": fields})
     with pytest.raises(TypeError, match="fused form"):
         type("Other", (Mean,), {"fields": ("score", "more"), "fused_form": "mean"})
+    with pytest.raises(TypeError, match="fused form"):
+        type("Other", (Mean,), {"start": Norm.start, "fused_form": "mean"})
 
 
 def test_a_subclass_has_no_kernel_of_its_base():

@@ -34,9 +34,9 @@ def test_heads_of_a_group_choose_together():
     assert read(keys, 0.25, query=((1.0, 0.0), (-3.0, 0.0))) == [3]
 
 
-@pytest.mark.parametrize(("share", "pages"), [(0.01, [1, 3]), (0.75, [0, 1, 3])])
+@pytest.mark.parametrize(("share", "pages"), [(0.01, [0, 1, 3]), (1.0, [0, 1, 2, 3])])
 def test_some_pages_are_read_always(share, pages):
-    """Beyond their share too."""
+    """The share is of the others."""
     always = NONE.clone()
     always[[2, 6]] = True
     assert read([9.0] * 2 + [-9.0] * 5, share, always) == pages

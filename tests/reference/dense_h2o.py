@@ -214,7 +214,8 @@ class Head:
     def join(self, position: int) -> None:
         """Take in the new token."""
         self.kept[position] = True
-        self.slots[position] = self.ring_slot(position)
+        first = position < self.common.budget  # all heads have the common slots
+        self.slots[position] = position if first else self.ring_slot(position)
 
     def visible(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Which tokens the newest's query reads.
@@ -222,23 +223,24 @@ class Head:
         Args are `[group, head_dim]` and `[n, head_dim]`, of the tokens up to it.
         """
         n, variant = len(keys), self.variant
+        sizes = self.common if n <= self.common.budget else self.sizes
         kept = self.kept[:n]
         if variant.read == 1.0 or n - 1 < self.first_query:
             return kept
         pages: dict[int, list[int]] = {}
         for position in kept.nonzero().flatten().tolist():
-            page = int(self.slots[position]) // self.sizes.block
+            page = int(self.slots[position]) // sizes.block
             pages.setdefault(page, []).append(position)
         bounds = {}
         for page, positions in pages.items():
             mine, slots = keys[positions], self.slots[positions]
             bound = 0.6 * mine.amax(dim=0) + 0.4 * mine.amin(dim=0)
             bounds[page] = float(query.sum(dim=0) @ bound)
-            ends = (slots < variant.sinks) | (slots >= self.sizes.heavy)
+            ends = (slots < variant.sinks) | (slots >= sizes.heavy)
             if ends.any() or n - 1 in positions:
                 bounds[page] = float("inf")
         always = sum(bound == float("inf") for bound in bounds.values())
-        count = max(-int(-variant.read * len(pages) // 1), always)
+        count = always - int(-variant.read * (len(pages) - always) // 1)
         ranked = sorted(pages, key=lambda page: (-bounds[page], page))
         read = torch.zeros_like(kept)
         for page in ranked[:count]:

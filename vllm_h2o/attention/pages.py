@@ -28,7 +28,7 @@ class Pages:
             layout of ISA `vec`, this is also their order in memory.
         values: `[num_blocks, num_kv_heads, block_size, head_size]`.
         state: `[num_blocks, num_kv_heads, block_size]` float32 for each of the method's
-            fields, `score` the first.
+            fields; `score` lies before the births, what else there is behind them.
         births: `[num_blocks, num_kv_heads, block_size]` int32.
         page_stride: Bytes from a page to the next.
         state_offset: Bytes from the start of a page to its scores.

@@ -124,13 +124,15 @@ class H2OScheduler(AsyncScheduler):
         )
         count = len(self.h2o_managers)
         resident = usable // (layout.budget_blocks * count + windowed)
+        decay = getattr(config.method, "score_decay", None)
+        decay = "" if decay is None else f", decay {decay:g}"
         reading = f", reading {config.read}" if config.read != "100%" else ""
         return (
             f"H2O is on: policy {config.policy}, budget {layout.budget} tokens "
             f"({layout.budget_blocks} blocks of {spec.block_size}): "
             f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
-            f"score {config.score}, decay {config.score_decay:g}, "
+            f"score {config.score}{decay}, "
             f"observation window {config.observation_window}, "
             f"pooling {config.pooling}{reading}. After its prompt a request "
             f"holds at most {layout.budget} KV tokens (stock: {self.max_model_len}); "

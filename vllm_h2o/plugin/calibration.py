@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-MOST_TOKENS, FEWEST_TOKENS = 2048, 4 * OBSERVED
-"""Of a text. 2048 is the least that vLLM's defaults let through in one step."""
+FEWEST_TOKENS = 4 * OBSERVED
+"""Of a text."""
 NUM_SEEDED_TEXTS = 4
 ANSWERED_TOKENS, ANSWERS = 64, 512
 """Ids that a model answers to, and how many numbers of its answers are compared."""
@@ -189,10 +189,10 @@ def _tokenized(model_config: Any, length: int) -> list[list[int]]:
     start = _first_ids(model_config)
     ids = [
         tokenizer.encode(text, add_special_tokens=False)
-        for text in calibration_texts().values()
+        for text in calibration_texts(length).values()
     ]
     cut = [start + list(each)[len(start) - length :] for each in ids]
-    return [each for each in cut if len(each) == length]
+    return cut if all(len(each) == length for each in cut) else []
 
 
 def _first_ids(model_config: Any) -> list[int]:

@@ -20,13 +20,13 @@ from vllm_h2o.plugin import profile_cache
 from vllm_h2o.plugin.calibration import (
     ANSWERED_TOKENS,
     FEWEST_TOKENS,
-    MOST_TOKENS,
     LoadedModel,
     answers,
     longest_step,
     measure,
     of_first_rank,
 )
+from vllm_h2o.plugin.texts import MOST_TOKENS
 from vllm_h2o.plugin.validate import has_other_attention
 from vllm_h2o.policy.config import AUTO, MEASURE, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout

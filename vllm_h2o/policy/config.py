@@ -15,6 +15,7 @@ from vllm_h2o.policy.options import (
     parse_budget,
     parse_share,
     parse_window,
+    part_of,
 )
 
 UNIFORM, AUTO, MEASURE = "uniform", "auto", "measure"
@@ -44,8 +45,9 @@ class H2OConfig:
             when the prompt is compressed; 1: none.
         score: What tokens are compared by: the name of one of `METHODS`.
         score_decay: What an old score is multiplied by per new query.
-        read: Percentage of the held pages that the query of a generated token reads,
-            as `"20%"`; sinks and recent tokens are always among them.
+        read: Percentage of the heavy set's pages that the query of a generated token
+            reads beside sinks and recent tokens, as `"20%"`. A request that is kept
+            whole reads all.
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
             (`vllm_h2o.policy.profile`), `"auto"`: the profile in the model's
@@ -89,8 +91,8 @@ class H2OConfig:
     )
     read: str = option(
         "100%",
-        "Share of the held pages that a generated token's query reads: those whose "
-        "keys may suit it best, in per cent.",
+        "Share of the pages of the heavy set that a generated token's query reads: "
+        "those whose keys may suit it best, in per cent.",
         parse_share,
     )
     eviction_unit: str = option(
@@ -153,5 +155,4 @@ class H2OConfig:
         """Token slots asked for, before rounding up to blocks."""
         if isinstance(self.budget, int):
             return self.budget
-        percent = float(self.budget.rstrip("%"))
-        return max(1, -int(-max_model_len * percent // 100))
+        return max(1, part_of(max_model_len, self.budget))

@@ -11,11 +11,10 @@ block (only among budgets by head) splits it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.options import ALL_QUERIES, share_of
+from vllm_h2o.policy.options import ALL_QUERIES, part_of
 
 
 @dataclass(frozen=True)
@@ -150,5 +149,5 @@ def first_observer(config: H2OConfig, prefill_end: int) -> int:
         return 0
     window = config.observation_window
     if isinstance(window, str):
-        window = math.ceil(prefill_end * share_of(window))
+        window = part_of(prefill_end, window)
     return max(0, prefill_end - window)

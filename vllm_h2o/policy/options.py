@@ -50,6 +50,11 @@ def parse_share(value: int | str) -> str:
     return _percentage("read", text, fix)
 
 
+def part_of(count: int, percentage: str) -> int:
+    """So many of `count` as `"N%"` says, rounded up."""
+    return -int(-count * float(percentage.rstrip("%")) // 100)
+
+
 def share_of(percentage: str) -> float:
     """The share that `"N%"` is."""
     return float(percentage.rstrip("%")) / 100.0

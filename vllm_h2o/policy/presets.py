@@ -31,6 +31,7 @@ PRESETS: Mapping[str, H2OConfig] = {
     "mpcache": H2OConfig(
         policy="mpcache",
         budget="50%",
+        recent_ratio=0.1,
         observation_window="20%",
         pooling=1,
         read="20%",
@@ -110,11 +111,13 @@ def resolve_config(
             )
         return None
     config = replace(PRESETS[name], **options)
-    for method_option in set(options) & _of_methods():
-        if not hasattr(config.method, method_option):
+    for field in dataclasses.fields(H2OConfig):
+        given = getattr(config, field.name)
+        lacks = field.name in _of_methods() and not hasattr(config.method, field.name)
+        if lacks and (field.name in options or given != field.default):
             raise ValueError(
-                f"h2o_{method_option}={options[method_option]!r} is no option of "
-                f"h2o_score={config.score!r} (--h2o-score): drop it"
+                f"h2o_{field.name}={given!r} of {name} is no option of "
+                f"h2o_score={config.score!r} (--h2o-score): drop one of them"
             )
     idle = [name for name in _OF_HEAVY_SET if name in options]
     if idle and not config.keeps_heavy_set:

@@ -25,15 +25,15 @@ def pages_read(
 
         bound[p] = sum_h q_h . (alpha max_{t in p} k_t + (1 - alpha) min_{t in p} k_t)
 
-    with the maximum and the minimum by element. Those of highest bound are read beside
-    those that always are, of equal ones the lower.
+    with the maximum and the minimum by element. Of the pages that are not read in any
+    case those of highest bound are, of equal ones the lower.
 
     Args:
         query: `[group, head_size]`, after RoPE.
         keys: `[n, head_size]` of the held tokens, after RoPE.
         page: `[n]` int64 page of each token, from 0 on; none is empty.
         always: `[n]` bool, tokens whose pages are read in any case.
-        share: Of the pages, how many are read, rounded up.
+        share: Of the other pages, how many are read, rounded up.
 
     Returns:
         `[n]` bool: the tokens that are read.
@@ -44,9 +44,10 @@ def pages_read(
     highest = keys.new_full(shape, -math.inf).scatter_reduce(0, at, keys, "amax")
     lowest = keys.new_full(shape, math.inf).scatter_reduce(0, at, keys, "amin")
     bound = (_HIGHEST_SHARE * highest + (1 - _HIGHEST_SHARE) * lowest) @ query.sum(0)
-    bound[page[always]] = math.inf
-    count = max(math.ceil(share * num_pages), int(bound.isposinf().sum()))
-    best = bound.sort(descending=True, stable=True).indices[:count]
     read = torch.zeros(num_pages, dtype=torch.bool)
-    read[best] = True
+    read[page[always]] = True
+    others = (~read).nonzero().flatten()
+    count = math.ceil(round(share * len(others), 9))
+    best = bound[others].sort(descending=True, stable=True).indices[:count]
+    read[others[best]] = True
     return read[page]

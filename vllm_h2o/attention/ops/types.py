@@ -95,7 +95,7 @@ class DecodeParams:
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
         method: What a token in a slot is worth.
-        read: Share of the held pages that a query reads, see `policy.reading`.
+        read: Share of the heavy set's pages that a query reads, see `policy.reading`.
         heads: Budgets by head, None where all have the same.
     """
 

@@ -15,20 +15,31 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 _PACKAGE = FOLDER.parents[1]
+MOST_TOKENS = 2048
+"""That are read of a text: the least that vLLM's defaults let through in one step."""
+_MOST_FACTS = 48
 _NAMES = "alice bruno chen dora emil fatima".split()
 _PATHS = "/v1/completions /health /metrics /v1/models /login".split()
 
 
-def calibration_texts() -> dict[str, str]:
-    """All texts by name, each of over 2048 tokens of a usual vocabulary."""
+def calibration_texts(num_tokens: int = MOST_TOKENS) -> dict[str, str]:
+    """All texts by name, each of over `num_tokens` tokens of a usual vocabulary.
+
+    Args:
+        num_tokens: At most `MOST_TOKENS`. That many from the end hold what the facts
+            say and what is asked of them.
+    """
     found = {path.stem: path.read_text("utf-8") for path in FOLDER.glob("*.txt")}
     sources = ("core/manager.py", "attention/csrc/choose.h")
-    found["code"] = "\n".join((_PACKAGE / path).read_text()[:6500] for path in sources)
-    found["facts"] = _facts(random.Random(0))
+    found["code"] = "\n".join(
+        (_PACKAGE / path).read_text("utf-8")[:6500] for path in sources
+    )
+    num_facts = _MOST_FACTS * num_tokens // MOST_TOKENS
+    found["facts"] = _facts(random.Random(0), num_facts)
     return dict(sorted(found.items()))
 
 
-def _facts(generator: random.Random) -> str:
+def _facts(generator: random.Random, num_facts: int) -> str:
     """A log as JSON, then codes of people, then questions for all of them."""
     choice, below = generator.choice, generator.randrange
     lines = [
@@ -44,7 +55,8 @@ def _facts(generator: random.Random) -> str:
         for n in range(20)
     ]
     codes = {
-        f"{choice(_NAMES)}-{below(100, 1000)}": below(10**5, 10**6) for _ in range(48)
+        f"{choice(_NAMES)}-{below(100, 1000)}": below(10**5, 10**6)
+        for _ in range(num_facts)
     }
     lines += [f"The code of {who} is {code}." for who, code in codes.items()]
     asked = generator.sample(sorted(codes), len(codes))

@@ -57,9 +57,11 @@ class Method:
             raise TypeError(f"{cls.__name__}.fields must begin with 'score'")
         if taken := {"keys", "values", "births"} & {*cls.fields}:
             raise TypeError(f"{cls.__name__}.fields has {taken}, which a slot has")
-        if "fused_form" in vars(cls) and cls.fields != ("score",):
+        keeps_more = cls.fields != ("score",) or cls.start is not Method.start
+        if "fused_form" in vars(cls) and keeps_more:
             raise TypeError(
-                f"{cls.__name__} has a fused form, which keeps a score only"
+                f"{cls.__name__} has a fused form, whose kernels keep a score that "
+                "starts at 0, and nothing else"
             )
 
     def start(
