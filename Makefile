@@ -5,7 +5,7 @@
 # make bench   the quick comparison: throughput, latency, memory, as ratios
 # make quality loss and retrieval under eviction, a small grid, about 20 minutes
 # All make .venv and the model on first use; nothing else has to be installed
-# before them but Python >= 3.11, a C compiler and make.
+# before them but Python >= 3.11, a C compiler, make and libnuma, which vLLM loads.
 
 PYTHON ?= python3
 VENV := .venv
@@ -50,6 +50,7 @@ model: venv
 # package asks for, takes the build with gigabytes of CUDA.
 $(STAMP): requirements/cpu.txt requirements/quality.txt requirements/dev.txt requirements/vllm-alias/pyproject.toml pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || { echo "vLLM on CPU needs libnuma.so.1: install it (Debian: libnuma1)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0
 	$(BIN)/pip install torch==2.13.0 -r requirements/cpu.txt
