@@ -5,7 +5,7 @@
 # make bench   the quick comparison: throughput, latency, memory, as ratios
 # make quality loss and retrieval under eviction, a small grid, about 20 minutes
 # All make .venv and the model on first use; nothing else has to be installed
-# before them but Python >= 3.11, a C compiler, make and libnuma, which vLLM loads.
+# before them but make and what requirements/check_machine.py asks for.
 
 PYTHON ?= python3
 VENV := .venv
@@ -49,8 +49,7 @@ model: venv
 # torch goes first and by this exact pin: any other spelling, also one that a
 # package asks for, takes the build with gigabytes of CUDA.
 $(STAMP): requirements/cpu.txt requirements/quality.txt requirements/dev.txt requirements/vllm-alias/pyproject.toml pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || { echo "vLLM on CPU needs libnuma.so.1: install it (Debian: libnuma1)"; exit 1; }
+	$(PYTHON) requirements/check_machine.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0
 	$(BIN)/pip install torch==2.13.0 -r requirements/cpu.txt

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 HEAD = """
@@ -78,5 +79,6 @@ def test_who_leaves_a_process_or_memory_fails_alone(pytest_of):
     assert "ERROR at teardown of test_leaves_an_orphan" in said
     assert "ERROR at teardown of test_leaves_memory" in said
     assert "memory of this test is still held: {'the cache'}" in said
-    running = subprocess.run(["pgrep", "-f", "sleep 30[12]"], capture_output=True)
-    assert not running.stdout, "they were not ended"
+    running = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "301"] not in running, "it was not ended"
+    assert ["sleep", "302"] not in running, "it was not ended"
