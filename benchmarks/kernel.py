@@ -6,6 +6,7 @@
 All read the same pages, far more than the last-level cache holds, in turns:
 a plain streaming loop, vLLM's op over a full-length context, our kernel over a
 budget of that length (every step graduates and scores), ours with budgets by head,
+ours reading a part of the pages as the preset `mpcache` does (in GB of what is held),
 and ours built without scores and graduation. Prints GB of KV per second and the
 ratios turn by turn, and writes JSON. Wants a machine with nothing else on it: threads
 of both wait for each other.
@@ -30,15 +31,18 @@ from vllm import _custom_ops as ops
 
 from benchmarks.heads import lent_heads
 from benchmarks.report import spread, write_json
-from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, cpu
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.methods import Mean
+from vllm_h2o.policy.options import share_of
+from vllm_h2o.policy.presets import PRESETS
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
 STREAM, STOCK, OURS, BY_HEAD, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
-SYSTEMS = (STREAM, STOCK, OURS, BY_HEAD, BARE)
+PART = "mpcache"
+SYSTEMS = (STREAM, STOCK, OURS, BY_HEAD, PART, BARE)
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64  # SmolLM2-135M
 
 
@@ -111,8 +115,15 @@ class State:
         config = H2OConfig(budget=self.context)
         layout = SlotLayout.of_blocks(config, size, columns)
         self.params = DecodeParams(layout, HEAD_SIZE**-0.5, 0.0, Mean())
+        part = PRESETS["mpcache"]
+        self.part = DecodeParams(
+            SlotLayout.of_blocks(part, size, columns), HEAD_SIZE**-0.5, 0.0, Mean(),
+            read=share_of(part.read),
+        )  # fmt: skip
         blocks = _uneven_blocks(args, columns)
-        self.heads = lent_heads(self.layers, blocks, columns, size, config)
+        heads = lent_heads(self.layers, blocks, columns, size, config)
+        self.by_head = [replace(self.params, heads=mine) for mine in heads]
+        self.uniform = [self.params] * len(self.layers)
         # Late enough that the head with the largest budget has filled it too.
         self.position = max(2 * self.context, args.max_model_len)
         self.bytes = 2 * self.context * args.rows * NUM_KV_HEADS * HEAD_SIZE
@@ -131,8 +142,9 @@ class State:
         passes: dict[str, Callable[[], None]] = {
             STREAM: self.run_stream,
             STOCK: self.run_stock,
-            OURS: lambda: self.run_ours([None] * len(self.layers)),
-            BY_HEAD: lambda: self.run_ours(self.heads),
+            OURS: lambda: self.run_ours(self.uniform),
+            BY_HEAD: lambda: self.run_ours(self.by_head),
+            PART: lambda: self.run_ours([self.part] * len(self.layers)),
             BARE: self.run_bare,
         }
         passes[system]()
@@ -163,7 +175,7 @@ class State:
                 None,
             )  # fmt: skip
 
-    def run_ours(self, heads: Sequence[HeadSlots | None]) -> None:
+    def run_ours(self, params: Sequence[DecodeParams]) -> None:
         """Our kernel, one step of every layer."""
         rows = ResidentRows(
             self.block_table,
@@ -172,21 +184,22 @@ class State:
         )
         self.position += 1
         step = self.step
-        for pages, own in zip(self.layers, heads, strict=True):
-            params = replace(self.params, heads=own)
+        for pages, mine in zip(self.layers, params, strict=True):
             cpu.decode_resident(
-                step.query, step.key, step.value, pages, rows, params, step.output
+                step.query, step.key, step.value, pages, rows, mine, step.output
             )
 
     def run_bare(self) -> None:
         """Our kernel without scores and graduation."""
         with patch.object(cpu, "_library", lambda: self.bare):
-            self.run_ours([None] * len(self.layers))
+            self.run_ours(self.uniform)
 
 
 def _full_cache(num_blocks: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     page = NUM_KV_HEADS * size * 2 * HEAD_SIZE
-    stride = page + state_bytes(NUM_KV_HEADS, size) // dtype.itemsize
+    stride = (
+        page + state_bytes(NUM_KV_HEADS, size, page_floats=HEAD_SIZE) // dtype.itemsize
+    )
     raw = torch.randn(num_blocks * stride, dtype=torch.float32).to(dtype)
     shape = (num_blocks, NUM_KV_HEADS, size, 2 * HEAD_SIZE)
     return raw.as_strided(shape, (stride, size * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1))
@@ -254,6 +267,7 @@ def _ratios(rates: dict[str, list[float]]) -> dict[str, Any]:
         "h2o_over_stream": over(OURS, STREAM),
         "stock_over_stream": over(STOCK, STREAM),
         "by_head_over_h2o": over(BY_HEAD, OURS),
+        "mpcache_over_h2o": over(PART, OURS),
         "share_of_scores_and_graduation": spread(1 - a / b for a, b in pairs),
     }
 

@@ -61,6 +61,7 @@ OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
     ("mpcache", "mpcache", {}),
+    ("d2o", "d2o", {}),
     ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
 ]
 LEVERS: list[Variant] = [
@@ -73,6 +74,8 @@ LEVERS: list[Variant] = [
         ("observation_window", "all"),
         ("observation_window", 64),
         ("pooling", 1),
+        ("read", "20%"),
+        ("merge", "value"),
     )
 ]
 """What the preset sets, one at a time set otherwise: why it is set."""

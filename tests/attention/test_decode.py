@@ -36,7 +36,7 @@ def make_cache(dtype, num_kv_heads, head_size, block_size):
     """Pages full of NaN, so that reading what nobody wrote shows."""
     item = torch.empty(0, dtype=dtype).element_size()
     page = num_kv_heads * block_size * 2 * head_size * item
-    page += state_bytes(num_kv_heads, block_size)
+    page += state_bytes(num_kv_heads, block_size, page_floats=head_size + 1)
     raw = torch.full((NUM_BLOCKS * page // item,), float("nan"), dtype=dtype)
     return raw.as_strided(
         (NUM_BLOCKS, num_kv_heads, block_size, 2 * head_size),
@@ -72,10 +72,13 @@ def run(op, params, dtype, heads, head_size, steps, seed=0, mixed_starts=(0, 5))
     return torch.cat(outputs), pages, table
 
 
-def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots):
+def params_of(
+    unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, read=1.0, **slots
+):
     slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
     layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
-    return DecodeParams(layout, 0.17, softcap, Mean(decay) if mean else Sum(decay))
+    method = Mean(decay) if mean else Sum(decay)
+    return DecodeParams(layout, 0.17, softcap, method, read=read)
 
 
 CASES = {
@@ -89,6 +92,9 @@ CASES = {
     "streaming": params_of(heavy_slots=4, recent_slots=44),
     "window alone": params_of(heavy_slots=0, recent_slots=48, sinks=0),
     "blocks of 32": params_of(block_size=32, heavy_slots=32, recent_slots=32),
+    "reads a part": params_of(mean=True, heavy_slots=80, read=0.5),
+    "reads a part, decay": params_of(decay=0.9, sinks=0, heavy_slots=80, read=0.3),
+    "reads a part, block": params_of(unit="block", heavy_slots=80, read=0.5),
     "blocks of 48": params_of(block_size=48, heavy_slots=48, recent_slots=48),
 }
 
@@ -156,7 +162,8 @@ def heads_of(pages_of_layers, layer, blocks):
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_budgets_by_head_equal_reference(layer):
+@pytest.mark.parametrize("read", [1.0, 0.5])
+def test_budgets_by_head_equal_reference(layer, read):
     """From the step that fills the common budget on, in borrowed pages."""
     blocks = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
     dtype, budget = torch.float32, 48
@@ -169,7 +176,7 @@ def test_budgets_by_head_equal_reference(layer):
         caches = [make_cache(dtype, 3, 64, 16) for _ in blocks]
         layers = [Pages.view(cache) for cache in caches]
         params = replace(
-            params_of(mean=True, recent_slots=16, heavy_slots=32),
+            params_of(mean=True, recent_slots=16, heavy_slots=32, read=read),
             heads=heads_of(layers, layer, blocks),
         )
         table = torch.tensor([[7, 3, 11]], dtype=torch.int32)

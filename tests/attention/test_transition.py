@@ -11,7 +11,7 @@ from tests.attention.test_decode import (  # noqa: F401  pytest finds `threads` 
     params_of,
     threads,
 )
-from vllm_h2o.attention.ops import ScoredLayer, cpu, reference
+from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, cpu, reference
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
@@ -77,3 +77,32 @@ def test_parting_in_place(dtype):
 def test_whole_blocks():
     config = H2OConfig(sinks=4, eviction_unit="block", pooling=1)
     check(160, PROMPT, 159, config, by_head=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [17, 40, 80, 160])
+@pytest.mark.parametrize("by_head", [True, False])
+def test_what_the_next_token_reads_of_a_prompt(dtype, num_tokens, by_head):
+    """A page's bound is there when the prompt is."""
+    sinks = 4 if by_head else 0  # one page to choose in that of 3 blocks; two
+    params = params_of(mean=True, read=0.3, sinks=sinks)
+    config = H2OConfig(sinks=sinks, pooling=3)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 9, 64, generator=generator).to(dtype)
+    key, value = torch.randn(2, 1, 3, 64, generator=generator).to(dtype)
+    position = torch.tensor([num_tokens])
+    rows = ResidentRows(TABLE[None], position, torch.tensor([num_tokens // 2]))
+    results = []
+    for kernel in (reference, cpu):
+        layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
+        kernel.transition(
+            layers, PROMPT, TABLE, num_tokens - 1, num_tokens // 2, config
+        )
+        outputs = [torch.full_like(query, float("nan")) for _ in layers]
+        for layer, output in zip(layers, outputs, strict=True):
+            kernel.decode_resident(
+                query, key, value, layer.pages, rows, layer.params, output
+            )
+        results.append(torch.stack(outputs))
+    tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance / 4)

@@ -26,6 +26,14 @@ def test_page_holds_keys_values_scores_and_births():
     assert SPEC.page_size_bytes == PLAIN.page_size_bytes + 3 * 32 * (4 + 4)
 
 
+def test_page_holds_a_bound_where_a_part_is_read_and_a_threshold_where_losses_merge():
+    beside = SPEC.page_size_bytes - PLAIN.page_size_bytes
+    for options, floats in (({"read": "20%"}, 64), ({"merge": "value"}, 16)):
+        config = H2OConfig(budget=100, **options)
+        spec = H2OAttentionSpec.of(PLAIN, config, 1000)
+        assert spec.page_size_bytes - PLAIN.page_size_bytes == beside + 3 * 4 * floats
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_counts_follow_the_block_size(block_size):
     spec = SPEC.copy_with_new_block_size(block_size)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.smollm2 import ensure_model
 from tests.watch import must_be_gone
 
@@ -138,10 +140,12 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 def assert_equal_densely(
     llm: Any, prompts: list[list[int]], expected: list[Any]
 ) -> None:
-    """Assert that tokens and survivors are those of `tests.reference.dense_h2o`."""
+    """Assert that tokens, survivors and their values are those of
+    `tests.reference.dense_h2o`."""
     llm.collective_rpc("probe_watch")
     tokens = generate(llm, prompts, len(expected[0].tokens))
     survivors = list(llm.collective_rpc("probe_survivors")[0].values())
+    values = list(llm.collective_rpc("probe_values")[0].values())
     assert len(survivors) == len(prompts)
     for i, result in enumerate(expected):
         # Another processor sums in another order: logits then differ by about 1e-4.
@@ -152,6 +156,19 @@ def assert_equal_densely(
         untied = [w for w in wrong if not _is_tie(w)]
         assert not untied, f"prompt {i}, (layer, head, engine only, reference only)"
         assert len(wrong) <= 3, f"prompt {i}: too many ties to be ties"
+        tied = {(layer, number) for layer, number, *_ in wrong}
+        _assert_equal_values(values[i], result.heads, tied)
+
+
+def _assert_equal_values(actual: Any, expected: Any, but: set[tuple[int, int]]) -> None:
+    """By layer and KV head, of the survivors in order."""
+    for layer, heads in enumerate(expected):
+        for number, head in enumerate(heads):
+            if (layer, number) not in but:
+                torch.testing.assert_close(
+                    actual[layer][number], head.past_values[head.survivors()],
+                    rtol=1e-3, atol=2e-3,
+                )  # fmt: skip
 
 
 def _differences(survivors: Any, heads: Any) -> list[tuple]:

@@ -80,7 +80,8 @@ def test_a_method_with_state_of_its_own_equals_its_dense_reference(monkeypatch):
     check(options_of("norm"), "mean", NormHead, monkeypatch)
 
 
-def test_reading_some_pages_equals_its_dense_reference(monkeypatch):
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_reading_some_pages_equals_its_dense_reference(monkeypatch, kernels):
     """Of eight pages the ring's two and the three best of the six others."""
     options = options_of("mean") | {
         "h2o_budget": 256,
@@ -88,11 +89,21 @@ def test_reading_some_pages_equals_its_dense_reference(monkeypatch):
         "h2o_read": "50%",
     }
     sizes = Sizes(192, 64, 32)
-    check(options, "mean", Head, monkeypatch, sizes, lengths=(400, 250), read=0.5)
+    lengths = (400, 250)
+    check(options, "mean", Head, monkeypatch, sizes, lengths, kernels=kernels, read=0.5)
 
 
-def test_both_with_budgets_by_head_equal_their_dense_reference(monkeypatch):
-    """Also of a request that fills the common budget while it generates."""
+def test_merging_equals_its_dense_reference(monkeypatch):
+    """At the transition and at every graduation."""
+    options = options_of("mean") | {"h2o_merge": "value"}
+    check(options, "mean", Head, monkeypatch, merge=True)
+
+
+def test_all_with_budgets_by_head_equal_their_dense_reference(monkeypatch):
+    """A method of its own, reading and merging.
+
+    Also of a request that fills the common budget while it generates.
+    """
     blocks = allocate(
         HeadProfile.load(ensure_model() / FILE_NAME).stretched(2048, 256), 32, 8, 64, 1
     )
@@ -101,11 +112,12 @@ def test_both_with_budgets_by_head_equal_their_dense_reference(monkeypatch):
     options = options_of("norm") | {
         "h2o_budget": 256,
         "h2o_read": "50%",
+        "h2o_merge": "value",
         "h2o_head_budgets": "auto",
     }
     common = Sizes(128, 128, 32)
-    lengths = (400, 250)
-    check(options, "mean", NormHead, monkeypatch, common, lengths, read=0.5, own=own)
+    lengths, both = (400, 250), {"read": 0.5, "merge": True}
+    check(options, "mean", NormHead, monkeypatch, common, lengths, own=own, **both)
 
 
 def check(
@@ -115,13 +127,14 @@ def check(
     monkeypatch,
     sizes=SIZES,
     lengths=(300, 122),
-    read=1.0,
     own=None,
+    kernels="reference",
+    **rules,
 ):
     """In chunks, of a prompt beyond the budget and of one that fills it later; the
     second time they hit the prefix cache."""
-    monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
-    variant = Variant(64, 15, score, "token", sinks=0, read=read)
+    monkeypatch.setenv("VLLM_H2O_KERNELS", kernels)
+    variant = Variant(64, 15, score, "token", sinks=0, **rules)
     model, prompts = DenseLlama(ensure_model()), prompts_of(*lengths)
     expected = [
         generate(

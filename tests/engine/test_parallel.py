@@ -16,7 +16,7 @@ NUM_TOKENS, BUDGET, MAX_MODEL_LEN = 150, 128, 1024
 PROMPTS = random_prompts(90, 300, 410, 601, seed=2)
 
 
-def run(model, size, budget=BUDGET):
+def run(model, size, budget=BUDGET, **options):
     """Tokens and logprobs by prompt; survivors by rank, prompt, layer and KV head."""
     with engine(
         model,
@@ -27,6 +27,7 @@ def run(model, size, budget=BUDGET):
         skip_tokenizer_init=True,
         max_num_batched_tokens=256,
         max_model_len=MAX_MODEL_LEN,
+        **options,
     ) as llm:
         llm.collective_rpc("probe_watch")
         inputs = [{"prompt_token_ids": p} for p in PROMPTS]
@@ -65,15 +66,28 @@ def save_profile(model, num_kv_heads):
     profile.save(model / FILE_NAME)
 
 
-@pytest.mark.parametrize("budgets", ["uniform", "by head"])
-def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets):
+@pytest.mark.parametrize(
+    ("budgets", "kernels", "options"),
+    [
+        ("uniform", "", {}),
+        ("by head", "", {}),
+        pytest.param("uniform", "", {"h2o_read": "50%"}, marks=pytest.mark.slow),
+        pytest.param(
+            "by head", "reference", {"h2o_merge": "value"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_two_ranks_give_the_result_of_one(
+    tmp_path, monkeypatch, budgets, kernels, options
+):
     model = save_llama(tmp_path)
+    monkeypatch.setenv("VLLM_H2O_KERNELS", kernels)
     if budgets == "by head":
         save_profile(model, 4)
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")  # two threads
-    tokens, logprobs, ranks = run(model, 1)
+    tokens, logprobs, ranks = run(model, 1, **options)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    tokens_2, logprobs_2, ranks_2 = run(model, 2)
+    tokens_2, logprobs_2, ranks_2 = run(model, 2, **options)
     survivors = joined(ranks)
     assert joined(ranks_2) == survivors
     sizes = {len(head) for layer in survivors[-1] for head in layer}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.attention.pages import Pages
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.settings import parse_settings
 from vllm_h2o.policy.layout import first_observer
@@ -91,11 +92,25 @@ class WorkerProbe:
 
         Valid while the blocks of a finished request have not been reused.
         """
+        return self._by_head(
+            lambda slots: sorted(int(pages.births[at]) for pages, at in slots)
+        )
+
+    def probe_values(self) -> dict[str, list[list[torch.Tensor]]]:
+        """Their values, `[survivors, head_size]` by position."""
+
+        def values(slots: list[_Slot]) -> torch.Tensor:
+            in_order = sorted(slots, key=lambda slot: slot[0].births[slot[1]])
+            return torch.stack([pages.values[at] for pages, at in in_order])
+
+        return self._by_head(values)
+
+    def _by_head(self, look: Callable[[list[_Slot]], Any]) -> dict[str, Any]:
         self._step.settle()  # what the next step would begin with
         return {
             request_id: [
                 [
-                    _held(layer.impl, blocks, end, head)
+                    look(_held(layer.impl, blocks, end, head))
                     for head in range(layer.impl._pages.keys.shape[1])
                 ]
                 for layer in self._layers().values()
@@ -117,8 +132,12 @@ class WorkerProbe:
         return digests
 
 
-def _held(impl: Any, blocks: torch.Tensor, end: int, head: int) -> list[int]:
-    """Sorted positions that a KV head holds of a request of `end` tokens."""
+_Slot = tuple[Pages, tuple[int, int, int]]
+"""The pages it is in, and there its block, head and offset."""
+
+
+def _held(impl: Any, blocks: torch.Tensor, end: int, head: int) -> list[_Slot]:
+    """Where a KV head holds tokens of a request of `end` tokens."""
     params, pages = impl._params, impl._pages
     layout = params.layouts_at(end - 1, head + 1)[head]
     places = [(pages, int(block)) for block in blocks]
@@ -129,10 +148,10 @@ def _held(impl: Any, blocks: torch.Tensor, end: int, head: int) -> list[int]:
     slots = range(min(end, layout.budget))
     if layout.whole_blocks and end > layout.budget:
         slots = [s for s in slots if s // size != last // size or s <= last]
-    return sorted(
-        int(places[s // size][0].births[places[s // size][1], head, s % size])
+    return [
+        (places[s // size][0], (int(places[s // size][1]), head, s % size))
         for s in slots
-    )
+    ]
 
 
 def _layer_index(name: str) -> int:

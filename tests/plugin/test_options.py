@@ -15,10 +15,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cpu_backend
+from vllm_h2o.attention.ops import cpu, triton
 from vllm_h2o.core.settings import h2o_config, parse_settings
 from vllm_h2o.plugin.engine_args import extend, translate
 from vllm_h2o.plugin.head_profiles import why_not_measured
-from vllm_h2o.plugin.validate import check_vllm_config
+from vllm_h2o.plugin.validate import check_kernels, check_vllm_config
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import METHODS, Method
@@ -49,6 +50,7 @@ MODEL = str(SMOLLM2)
         ("observation_window", "101%", "'20%'"),
         ("read", "0%", "'20%'"),
         ("read", 20, "'20%'"),
+        ("merge", "key", "none, value"),
         ("pooling", 0, "1 or more"),
         ("pooling", 4, "odd"),
         ("score", "max", "sum, mean"),
@@ -119,6 +121,10 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
         (
             {"kv_policy": "streaming", "h2o_score": "mean"},
             ["h2o_score='mean'", "recent_ratio=1.0", "--h2o-recent-ratio"],
+        ),
+        (
+            {"kv_policy": "d2o", "h2o_eviction_unit": "block"},
+            ["h2o_merge='value'", "h2o_eviction_unit='token'", "'none'"],
         ),
         (
             {"kv_policy": "streaming", "h2o_eviction_unit": "block"},
@@ -236,16 +242,23 @@ def test_kv_cache_of_another_dtype_is_refused(model_of):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"kv_policy": "mpcache"}, "h2o_read='20%'.*has no kernel.*'100%'"),
         ({"kv_policy": "h2o", "h2o_score": "norm"}, "h2o_score='norm'.*mean, sum"),
+        ({"kv_policy": "d2o"}, "h2o_merge='value'.*on CPU.*'none'"),
     ],
 )
-def test_what_has_no_kernel_is_refused(model_of, options, complaint, monkeypatch):
+def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint):
     options = model_of("LlamaForCausalLM", **LLAMA) | {"dtype": "float32"} | options
     with pytest.raises(ValueError, match=complaint):
         EngineArgs(**options).create_engine_config()
     monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
     EngineArgs(**options).create_engine_config()
+
+
+def test_reading_a_part_is_refused_where_no_kernel_does():
+    mpcache = PRESETS["mpcache"]
+    with pytest.raises(ValueError, match="h2o_read='20%'.*on CUDA.*'100%'"):
+        check_kernels(mpcache, triton.FORMS, "CUDA", reads_part=False)
+    check_kernels(mpcache, cpu.FORMS, "CPU", reads_part=True)
 
 
 @pytest.mark.parametrize("head_dim", [24, 40])
@@ -609,13 +622,14 @@ def test_command_line():
     line = (
         f"--model {MODEL} --kv-policy h2o --h2o-budget 20% --h2o-recent-ratio 0.25 "
         "--h2o-sinks 3 --h2o-observation-window all --h2o-pooling 1 --h2o-score sum "
-        "--h2o-score-decay 0.9 --h2o-read 50% --h2o-eviction-unit block "
+        "--h2o-score-decay 0.9 --h2o-read 50% --h2o-merge none "
+        "--h2o-eviction-unit block "
         "--h2o-head-budgets uniform"
     )
     args = AsyncEngineArgs.from_cli_args(parser().parse_args(line.split()))
     config = parse_settings(translate(args)["additional_config"]["h2o"])
     assert config == H2OConfig(
-        "h2o", "20%", 0.25, 3, "all", 1, "sum", 0.9, "50%", "block", "uniform"
+        "h2o", "20%", 0.25, 3, "all", 1, "sum", 0.9, "50%", "none", "block", "uniform"
     )
     for option, on in (("", False), ("--no-enable-h2o", False), ("--enable-h2o", True)):
         args = parser().parse_args(f"--model {MODEL} {option}".split())

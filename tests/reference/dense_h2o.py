@@ -28,6 +28,7 @@ class Variant:
     decay: float = 1.0
     sinks: int = 4
     read: float = 1.0
+    merge: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,12 @@ class Head:
         self.slots = torch.zeros(capacity, dtype=torch.int64)
         self.first_query = 0
         self.close_calls: set[int] = set()
+        self.lost: int | None = None
+        self.threshold: float | None = None
+
+    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Where its keys and values are, `[capacity, head_dim]`; it may change them."""
+        self.past_keys, self.past_values = keys, values
 
     def note_close_call(self, kept: tuple[float, int], lost: tuple[float, int]) -> None:
         """Remember decisions that float32 rounding may turn around.
@@ -169,6 +176,32 @@ class Head:
             self.slots[i * unit : (i + 1) * unit] = slot * unit + torch.arange(unit)
         for position in range(recent_from, n):
             self.slots[position] = self.ring_slot(position)
+        self.merge((~self.kept[:n]).nonzero().flatten().tolist(), at_once=True)
+
+    def merge(self, lost: list[int], at_once: bool) -> None:
+        """D2O: lost values are averaged into those of the most similar kept keys."""
+        if not self.variant.merge:
+            return
+        kept = self.kept.nonzero().flatten().tolist()
+        similar = F.cosine_similarity(
+            self.past_keys[lost][:, None], self.past_keys[kept][None], dim=-1
+        )
+        best = similar.amax(dim=1).tolist()
+        if at_once:
+            self.threshold = least = sum(best) / len(best)
+        elif self.threshold is None:
+            self.threshold = least = best[0]
+        else:
+            least = self.threshold
+            self.threshold = 0.3 * least + 0.7 * best[0]
+        heirs: dict[int, list[int]] = {}
+        for i, cosine in enumerate(best):
+            if cosine >= least:
+                heirs.setdefault(kept[int(similar[i].argmax())], []).append(i)
+        for heir, mine in heirs.items():
+            weights = torch.tensor([1.0, *(best[i] for i in mine)]).exp()
+            values = self.past_values[[heir, *(lost[i] for i in mine)]]
+            self.past_values[heir] = weights @ values / weights.sum()
 
     def ring_slot(self, position: int) -> int:
         """Where a new token goes."""
@@ -210,6 +243,7 @@ class Head:
         self.kept[loser : loser + unit] = False
         # What graduates takes the slots of what it beat.
         self.slots[leaving : leaving + unit] = self.slots[loser : loser + unit]
+        self.lost = loser
 
     def join(self, position: int) -> None:
         """Take in the new token."""
@@ -252,6 +286,9 @@ class Head:
         n = len(attention)
         kept, scores = self.kept[:n], self.scores[:n]
         self.scores[:n] = torch.where(kept, self.added(scores, attention), scores)
+        if self.lost is not None:
+            self.merge([self.lost], at_once=False)
+            self.lost = None
 
     def added(self, scores: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         """Scores `[n]` once another query has given this much."""
@@ -314,16 +351,17 @@ def generate(
         logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
         attention = logits.masked_fill(~causal, float("-inf")).softmax(dim=-1)
         mixed = torch.einsum("hqk,khd->qhd", attention, v.repeat_interleave(group, 1))
-        for g in range(model.num_kv_heads):
-            for i in range(len(variants)):
-                heads[i][layer][g].meet(0, v[:, g])
-                heads[i][layer][g].read_prompt(attention[g * group : (g + 1) * group])
-        x = model.after_attention(x, mixed, layer)
         grown = (len(variants), model.num_kv_heads, capacity, model.head_dim)
         keys.append(torch.zeros(grown))
         values.append(torch.zeros(grown))
         keys[-1][:, :, :n] = k.transpose(0, 1)
         values[-1][:, :, :n] = v.transpose(0, 1)
+        for g in range(model.num_kv_heads):
+            for i in range(len(variants)):
+                heads[i][layer][g].hold(keys[-1][i, g], values[-1][i, g])
+                heads[i][layer][g].meet(0, v[:, g])
+                heads[i][layer][g].read_prompt(attention[g * group : (g + 1) * group])
+        x = model.after_attention(x, mixed, layer)
     tokens: list[list[int]] = [[] for _ in variants]
     losses: list[list[float]] = [[] for _ in variants]
     margins = [float("inf") for _ in variants]

@@ -188,6 +188,7 @@ class H2OImpl(_Stock):
             method=self.h2o.method,
             heads=self.heads.slots() if self.heads else None,
             read=share_of(self.h2o.read),
+            merge=self.h2o.merges,
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.

@@ -30,7 +30,7 @@ class H2OCPUImpl(H2OImpl, CPUAttentionBackendImpl):
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
         """See the base class."""
-        return Pages.view(kv_cache, self.h2o.method.fields)
+        return Pages.view(kv_cache, self.h2o.method.fields, self.h2o.merges)
 
 
 class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):

@@ -2,7 +2,8 @@
 
 A page is one block of one layer: vLLM's keys and values of all KV heads, then
 what H2O keeps beside them, per KV head and slot: a float32 score, an int32 birth
-position, and what else the method keeps. Only resident blocks use the latter.
+position, and what else the method keeps; then what it keeps of the page as a whole (see
+`floats_of_page`). Only resident blocks use the latter.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Pages:
         state: `[num_blocks, num_kv_heads, block_size]` float32 for each of the method's
             fields; `score` lies before the births, what else there is behind them.
         births: `[num_blocks, num_kv_heads, block_size]` int32.
+        thresholds: `[num_blocks, num_kv_heads]` float32 where heads merge what they
+            lose (`policy.merging`), the last of a page; None elsewhere.
         page_stride: Bytes from a page to the next.
         state_offset: Bytes from the start of a page to its scores.
     """
@@ -40,15 +43,22 @@ class Pages:
     births: torch.Tensor
     page_stride: int
     state_offset: int
+    thresholds: torch.Tensor | None = None
 
     @classmethod
-    def view(cls, kv_cache: torch.Tensor, fields: Sequence[str] = SCORE) -> Pages:
+    def view(
+        cls,
+        kv_cache: torch.Tensor,
+        fields: Sequence[str] = SCORE,
+        merges: bool = False,
+    ) -> Pages:
         """View a cache as vLLM hands it to a layer on CPU, with ISA `vec`.
 
         Args:
             kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`
                 whose block stride leaves room for the state of each page.
             fields: What the method keeps of a slot.
+            merges: Whether heads merge what they lose.
         """
         num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
         head_size = double_head // 2
@@ -56,7 +66,9 @@ class Pages:
         page_stride = kv_cache.stride(0) * item
         content = num_kv_heads * block_size * double_head * item
         assert kv_cache[0].is_contiguous(), "KV heads of a page are not contiguous"
-        needed = content + state_bytes(num_kv_heads, block_size, len(fields))
+        needed = content + state_bytes(
+            num_kv_heads, block_size, len(fields), page_floats=merges
+        )
         assert page_stride >= needed, (
             f"a page of {page_stride} bytes has no room for {fields}: "
             "the layer's KV cache spec is not H2O's"
@@ -75,7 +87,13 @@ class Pages:
             start + half,
         )
         state, births = _state(kv_cache, start * item + content, fields)
-        return cls(keys, values, state, births, page_stride, content)
+        thresholds = None
+        if merges:
+            last = (start * item + page_stride) // 4 - num_kv_heads
+            thresholds = _words(kv_cache, torch.float32).as_strided(
+                (num_blocks, num_kv_heads), (page_stride // 4, 1), last
+            )
+        return cls(keys, values, state, births, page_stride, content, thresholds)
 
     @classmethod
     def view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str] = SCORE) -> Pages:

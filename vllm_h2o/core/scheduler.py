@@ -126,7 +126,8 @@ class H2OScheduler(AsyncScheduler):
         resident = usable // (layout.budget_blocks * count + windowed)
         decay = getattr(config.method, "score_decay", None)
         decay = "" if decay is None else f", decay {decay:g}"
-        reading = f", reading {config.read}" if config.read != "100%" else ""
+        reading = f", reading {config.read}" if config.reads_part else ""
+        merging = f", merging {config.merge}s" if config.merges else ""
         return (
             f"H2O is on: policy {config.policy}, budget {layout.budget} tokens "
             f"({layout.budget_blocks} blocks of {spec.block_size}): "
@@ -134,7 +135,7 @@ class H2OScheduler(AsyncScheduler):
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
             f"score {config.score}{decay}, "
             f"observation window {config.observation_window}, "
-            f"pooling {config.pooling}{reading}. After its prompt a request "
+            f"pooling {config.pooling}{reading}{merging}. After its prompt a request "
             f"holds at most {layout.budget} KV tokens (stock: {self.max_model_len}); "
             "the pool of "
             f"{usable} blocks fits {resident} such requests, or "

@@ -16,7 +16,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import SlotLayout, state_bytes
+from vllm_h2o.policy.layout import SlotLayout, floats_of_page, state_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,11 +36,12 @@ class H2OAttentionSpec(FullAttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A page ends with the state and births of its slots. vLLM's own page
-        # padding keeps them out of the view that stock kernels get.
+        # A page ends with the state of its slots. vLLM's own page padding keeps it
+        # out of the view that stock kernels get.
         num_fields = len(self.h2o.method.fields)
+        page_floats = floats_of_page(self.h2o, self.head_size)
         needed = self.unpadded_page_size_bytes + state_bytes(
-            self.num_kv_heads, self.block_size, num_fields
+            self.num_kv_heads, self.block_size, num_fields, page_floats
         )
         padded = max(needed, self.page_size_padded or 0)
         object.__setattr__(self, "page_size_padded", padded)

@@ -188,24 +188,27 @@ def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
 
         check_layer(*shape)
         if not runs_reference():
-            check_kernels(config, cpu.FORMS, "CPU")
+            check_kernels(config, cpu.FORMS, "CPU", reads_part=True)
         return
     from vllm_h2o.attention.ops import triton
 
-    check_kernels(config, triton.FORMS, "CUDA")
+    check_kernels(config, triton.FORMS, "CUDA", reads_part=False)
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
     triton.check_supported(*shape, heads, kv_heads)
     check_cuda_options(vllm_config)
 
 
-def check_kernels(config: H2OConfig, forms: frozenset[str], platform: str) -> None:
+def check_kernels(
+    config: H2OConfig, forms: frozenset[str], platform: str, *, reads_part: bool
+) -> None:
     """Raise ValueError where the platform's kernels lack what a policy needs.
 
     Args:
         config: The policy.
         forms: The methods that the kernels have, see `Method.fused_form`.
         platform: Where they run.
+        reads_part: Whether they can read a part of the pages only.
     """
     reference = (
         f"has no kernel on {platform}: set VLLM_H2O_KERNELS=reference, which runs all "
@@ -216,9 +219,13 @@ def check_kernels(config: H2OConfig, forms: frozenset[str], platform: str) -> No
             f"h2o_score={config.score!r} (--h2o-score) {reference}, or use one of "
             f"{', '.join(sorted(forms))}"
         )
-    if config.read != "100%":
+    if config.reads_part and not reads_part:
         raise ValueError(
             f"h2o_read={config.read!r} (--h2o-read) {reference}, or use '100%'"
+        )
+    if config.merges:
+        raise ValueError(
+            f"h2o_merge={config.merge!r} (--h2o-merge) {reference}, or use 'none'"
         )
 
 

@@ -16,12 +16,14 @@ from vllm_h2o.policy.options import (
     parse_share,
     parse_window,
     part_of,
+    share_of,
 )
 
 UNIFORM, AUTO, MEASURE = "uniform", "auto", "measure"
 """`head_budgets` values that are no file."""
 
 _UNITS = ("token", "block")
+_MERGES = ("none", "value")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class H2OConfig:
         read: Percentage of the heavy set's pages that the query of a generated token
             reads beside sinks and recent tokens, as `"20%"`. A request that is kept
             whole reads all.
+        merge: `"value"`: what is dropped is averaged into the value of what is kept
+            and has the most similar key (`vllm_h2o.policy.merging`); `"none"`.
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
             (`vllm_h2o.policy.profile`), `"auto"`: the profile in the model's
@@ -95,6 +99,12 @@ class H2OConfig:
         "those whose keys may suit it best, in per cent.",
         parse_share,
     )
+    merge: str = option(
+        "none",
+        "What becomes of a token that is dropped: nothing, or its value goes into that "
+        "of the kept token with the most similar key.",
+        choices=_MERGES,
+    )
     eviction_unit: str = option(
         "token", "Whether tokens or whole blocks compete.", choices=_UNITS
     )
@@ -119,6 +129,7 @@ class H2OConfig:
             raise bad("pooling", self.pooling, "use an odd width, 1 for none")
         check_choice("score", self.score, tuple(METHODS))
         check_choice("eviction_unit", self.eviction_unit, _UNITS)
+        check_choice("merge", self.merge, _MERGES)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
             fix = "use 'uniform', 'auto', 'measure' or the file of a head profile"
             raise bad("head_budgets", self.head_budgets, fix)
@@ -126,6 +137,11 @@ class H2OConfig:
             raise ValueError(
                 f"h2o_head_budgets={self.head_budgets!r} needs "
                 "h2o_eviction_unit='token': with 'block' use h2o_head_budgets='uniform'"
+            )
+        if self.eviction_unit == "block" and self.merges:
+            raise ValueError(
+                f"h2o_merge={self.merge!r} needs h2o_eviction_unit='token': with "
+                "'block' use h2o_merge='none'"
             )
         if self.recent_ratio == 1.0 and self.eviction_unit == "block":
             raise ValueError(
@@ -140,6 +156,16 @@ class H2OConfig:
         cls = METHODS[self.score]
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{n: getattr(self, n) for n in names if hasattr(self, n)})
+
+    @property
+    def reads_part(self) -> bool:
+        """Whether a generated token's query reads a part of the held pages only."""
+        return share_of(self.read) < 1.0
+
+    @property
+    def merges(self) -> bool:
+        """Whether what is dropped goes into what is kept."""
+        return self.merge != "none"
 
     @property
     def keeps_heavy_set(self) -> bool:

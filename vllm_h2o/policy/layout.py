@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.options import ALL_QUERIES, part_of
 
+_CACHE_LINE_FLOATS = 16
+
 
 @dataclass(frozen=True)
 class SlotLayout:
@@ -138,9 +140,23 @@ class SlotLayout:
         return self.budget - (-num_tokens) % self.block_size
 
 
-def state_bytes(num_kv_heads: int, block_size: int, num_fields: int = 1) -> int:
-    """Bytes of a page beside K and V: a slot's float32 fields and int32 birth."""
-    return num_kv_heads * block_size * (4 * num_fields + 4)
+def state_bytes(
+    num_kv_heads: int, block_size: int, num_fields: int = 1, page_floats: int = 0
+) -> int:
+    """Bytes of a page beside K and V: float32 fields and an int32 birth of each slot,
+    then float32 of the page as a whole (`floats_of_page`)."""
+    return num_kv_heads * 4 * (block_size * (num_fields + 1) + page_floats)
+
+
+def floats_of_page(config: H2OConfig, head_size: int) -> int:
+    """What a KV head keeps of a page as a whole.
+
+    Where queries read a part of the pages this is a bound of its keys (`[head_size]`,
+    see `policy.reading`), and where lost tokens are merged a threshold (see
+    `policy.merging`), which takes a whole cache line, or the next page would begin
+    within one.
+    """
+    return head_size * config.reads_part + _CACHE_LINE_FLOATS * config.merges
 
 
 def first_observer(config: H2OConfig, prefill_end: int) -> int:

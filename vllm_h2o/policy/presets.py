@@ -37,6 +37,14 @@ PRESETS: Mapping[str, H2OConfig] = {
         read="20%",
         head_budgets=UNIFORM,
     ),
+    "d2o": replace(
+        _SUMS,
+        policy="d2o",
+        sinks=4,
+        observation_window=ALL_QUERIES,
+        pooling=1,
+        merge="value",
+    ),
     "streaming": replace(
         _SUMS,
         policy="streaming",

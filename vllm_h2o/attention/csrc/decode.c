@@ -27,6 +27,9 @@
 #define H2O_TRACKS 1
 #endif
 
+/* Weight of a page's highest keys beside its lowest, see policy/reading.py. */
+#define H2O_HIGHEST_SHARE 0.6f
+
 /* Mirrored by vllm_h2o/attention/ops/cpu.py. Strides of pages in bytes, of the
  * others in elements. */
 typedef struct {
@@ -49,6 +52,7 @@ typedef struct {
     int64_t budget, heavy_slots, pinned_slots, head_blocks, largest_budget;
     int64_t whole_blocks, score_mean, num_threads;
     float scale, softcap, score_decay;
+    double read; /* share of the heavy set's pages that a scoring query reads */
 } h2o_decode_args;
 
 /* Mirrored likewise: what one layer keeps of a request's tokens, and their copies

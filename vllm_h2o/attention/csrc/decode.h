@@ -18,6 +18,8 @@
  *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
  *   score     : score[s] = score[s] * decay + sum_{h in g} A[h,s]
  * A row with p < first_query leaves all scores alone: others may share its pages.
+ * With read < 1 the other rows attend to a part of the pages only (read.h); A is 0 for
+ * what they do not read.
  *
  * Reference: vllm_h2o/attention/ops/reference.py.  Differences from it: the
  * softmax and sums run in another order and use a fast exp (relative error
@@ -26,7 +28,8 @@
  * A page (one block of one layer) is, per KV head, K column-major
  * [head_size][block_size] then V row-major [block_size][head_size] (vLLM's CPU
  * layout, ISA `vec`); then float scores[heads][block_size] and
- * int32 births[heads][block_size] of the whole page.
+ * int32 births[heads][block_size] of the whole page, and with read < 1
+ * float bounds[heads][head_size].
  */
 
 #define CAT_(a, b) b##_##a
@@ -38,6 +41,7 @@ typedef struct {
     ELEM *value;  /* [block_size][head_size] */
     float *score; /* [block_size] */
     int32_t *birth;
+    float *bound; /* [head_size], with read < 1 only */
 } FN(page);
 
 static inline FN(page) FN(page_at)(const h2o_decode_args *a, char *base, int64_t head) {
@@ -47,8 +51,10 @@ static inline FN(page) FN(page_at)(const h2o_decode_args *a, char *base, int64_t
     page.key = (ELEM *)base + head * 2 * half;
     page.value = page.key + half;
     page.score = scores + head * a->block_size;
-    page.birth = (int32_t *)(scores + a->num_kv_heads * a->block_size) +
-                 head * a->block_size;
+    scores += a->num_kv_heads * a->block_size;
+    page.birth = (int32_t *)scores + head * a->block_size;
+    scores += a->num_kv_heads * a->block_size;
+    page.bound = scores + head * a->head_size;
     return page;
 }
 
@@ -61,6 +67,8 @@ static inline FN(page) FN(page_of)(const h2o_decode_args *a, const h2o_slots *r,
         base += (int64_t)r->blocks[i] * a->page_stride;
     return FN(page_at)(a, base, r->head);
 }
+
+#include "read.h"
 
 static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64_t i,
                                   FN(page) to, int64_t j) {
@@ -95,6 +103,7 @@ static inline void FN(prefetch_state)(const h2o_decode_args *a, const h2o_slots 
     const FN(page) page = FN(page_of)(a, r, b);
     h2o_prefetch(page.score, a->block_size * sizeof(float));
     h2o_prefetch(page.birth, a->block_size * sizeof(int32_t));
+    if (a->read < 1.0) h2o_prefetch(page.bound, a->head_size * sizeof(float));
 }
 
 static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
@@ -114,8 +123,10 @@ static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
     FN(page) ring = FN(page_of)(a, r, r->slot / bs);
     const int64_t i = r->slot % bs;
     const float value = h2o_value(a, ring.score[i], ring.birth[i], r);
-    if (best.slot >= 0 && value > best.value)
-        FN(copy_token)(a, ring, i, FN(page_of)(a, r, best.slot / bs), best.slot % bs);
+    if (best.slot < 0 || !(value > best.value)) return; /* also where it is NaN */
+    const FN(page) heavy = FN(page_of)(a, r, best.slot / bs);
+    FN(copy_token)(a, ring, i, heavy, best.slot % bs);
+    if (a->read < 1.0) FN(set_bound)(a, heavy, bs);
 }
 
 static inline float FN(block_value)(const h2o_decode_args *a, const h2o_slots *r,
@@ -147,6 +158,7 @@ static void FN(graduate_block)(const h2o_decode_args *a, const h2o_slots *r) {
     memcpy(heavy.value, ring.value, bs * a->head_size * sizeof(ELEM));
     memcpy(heavy.score, ring.score, bs * sizeof(float));
     memcpy(heavy.birth, ring.birth, bs * sizeof(int32_t));
+    if (a->read < 1.0) FN(set_bound)(a, heavy, bs);
 }
 
 /* A register tile: `tile` vectors that lie one after another, of which each two are
@@ -293,15 +305,16 @@ static inline __attribute__((always_inline)) void FN(attend_page)(
 
 /* score = score * decay + what the query heads gave, page by page. */
 static inline __attribute__((always_inline)) void FN(add_scores)(
-    const h2o_decode_args *a, const h2o_slots *r, float decay, int64_t num_blocks,
-    const float *probs, const float *marks, const float *inverse, const int group) {
+    const h2o_decode_args *a, const h2o_slots *r, float decay, const int64_t *list,
+    int64_t num_pages, const float *probs, const float *marks, const float *inverse,
+    const int group) {
     const int64_t bs = a->block_size, stride = r->budget;
-    const float *highest = marks + (num_blocks - 1) * H2O_GROUP;
-    for (int64_t b = 0; b < num_blocks; ++b, marks += H2O_GROUP) {
-        const int64_t soon = b + H2O_AHEAD < num_blocks ? b + H2O_AHEAD : b;
-        h2o_prefetch(FN(page_of)(a, r, soon).score, bs * sizeof(float));
-        float *restrict score = FN(page_of)(a, r, b).score;
-        const int64_t valid = FN(valid_slots)(a, r, b);
+    const float *highest = marks + (num_pages - 1) * H2O_GROUP;
+    for (int64_t b = 0; b < num_pages; ++b, marks += H2O_GROUP) {
+        const int64_t soon = b + H2O_AHEAD < num_pages ? b + H2O_AHEAD : b;
+        h2o_prefetch(FN(page_of)(a, r, list[soon]).score, bs * sizeof(float));
+        float *restrict score = FN(page_of)(a, r, list[b]).score;
+        const int64_t valid = FN(valid_slots)(a, r, list[b]);
         const float *restrict part = probs + b * bs;
         float weight[H2O_GROUP];
         for (int g = 0; g < group; ++g)
@@ -332,14 +345,13 @@ static inline void FN(write_output)(const float *restrict out, const float *inve
 }
 
 static inline __attribute__((always_inline)) void FN(attend)(
-    const h2o_decode_args *a, const h2o_slots *r, float decay, const ELEM *query,
-    ELEM *output, float *scratch, const int group) {
+    const h2o_decode_args *a, const h2o_slots *r, float decay, const int64_t *list,
+    int64_t num_pages, const ELEM *query, ELEM *output, float *scratch,
+    const int group) {
     const int64_t bs = a->block_size, hs = a->head_size, stride = r->budget;
-    const int64_t length = r->position < r->budget ? r->position + 1 : r->budget;
-    const int64_t num_blocks = (length + bs - 1) / bs;
     float *probs = scratch; /* [group][budget] */
-    float *marks = probs + group * stride + H2O_GROUP; /* [num_blocks][H2O_GROUP] */
-    float *q = marks + num_blocks * H2O_GROUP;
+    float *marks = probs + group * stride + H2O_GROUP; /* [num_pages][H2O_GROUP] */
+    float *q = marks + num_pages * H2O_GROUP;
     float *out = q + group * hs;
     float sums[H2O_GROUP] = {0};
     for (int g = 0; g < H2O_GROUP; ++g) marks[g - H2O_GROUP] = -FLT_MAX;
@@ -347,17 +359,17 @@ static inline __attribute__((always_inline)) void FN(attend)(
         q[i] = TO_F32(query[i]) * a->scale;
         out[i] = 0.0f;
     }
-    FN(page) page = FN(page_of)(a, r, 0);
-    for (int64_t b = 0; b < num_blocks; ++b) {
-        const FN(page) next = FN(page_of)(a, r, b + 1 < num_blocks ? b + 1 : b);
-        FN(attend_page)(a, page, next, FN(valid_slots)(a, r, b), stride, q,
+    FN(page) page = FN(page_of)(a, r, list[0]);
+    for (int64_t b = 0; b < num_pages; ++b) {
+        const FN(page) next = FN(page_of)(a, r, list[b + 1 < num_pages ? b + 1 : b]);
+        FN(attend_page)(a, page, next, FN(valid_slots)(a, r, list[b]), stride, q,
                         probs + b * bs, marks + b * H2O_GROUP, out, sums, group);
         page = next;
     }
     float inverse[H2O_GROUP];
     for (int g = 0; g < group; ++g) inverse[g] = 1.0f / sums[g];
     if (H2O_SCORES(r))
-        FN(add_scores)(a, r, decay, num_blocks, probs, marks, inverse, group);
+        FN(add_scores)(a, r, decay, list, num_pages, probs, marks, inverse, group);
     FN(write_output)(out, inverse, hs, group, output);
 }
 
@@ -384,18 +396,25 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
     memcpy(page.value + r->slot % bs * hs, value, hs * sizeof(ELEM));
     if (H2O_SCORES(r)) page.score[r->slot % bs] = 0.0f;
     page.birth[r->slot % bs] = (int32_t)r->position;
+    if (a->read < 1.0 && H2O_SCORES(r) && r->slot < r->heavy_slots)
+        FN(set_bound)(a, page, r->slot % bs + 1);
 
     const ELEM *query =
         (const ELEM *)a->query + row * a->query_stride + head * group * hs;
+    int64_t *list = (int64_t *)scratch; /* [budget / block_size] */
+    scratch += 2 * (a->largest_budget / bs);
+    const int64_t num_pages = FN(list_pages)(a, r, query, group, list, scratch);
+    if (a->read < 1.0 && H2O_SCORES(r) && a->score_decay != 1.0f)
+        FN(decay_unread)(a, r, list);
     float decay = a->score_decay;
     for (int64_t g = 0; g < group; g += H2O_GROUP) {
         const ELEM *q = query + g * hs;
         ELEM *o = output + g * hs;
         switch (group - g) {
-            case 1: FN(attend)(a, r, decay, q, o, scratch, 1); break;
-            case 2: FN(attend)(a, r, decay, q, o, scratch, 2); break;
-            case 3: FN(attend)(a, r, decay, q, o, scratch, 3); break;
-            default: FN(attend)(a, r, decay, q, o, scratch, 4);
+            case 1: FN(attend)(a, r, decay, list, num_pages, q, o, scratch, 1); break;
+            case 2: FN(attend)(a, r, decay, list, num_pages, q, o, scratch, 2); break;
+            case 3: FN(attend)(a, r, decay, list, num_pages, q, o, scratch, 3); break;
+            default: FN(attend)(a, r, decay, list, num_pages, q, o, scratch, 4);
         }
         decay = 1.0f; /* an old score decays once per query, not per group */
     }
@@ -408,7 +427,7 @@ int NAME(const h2o_decode_args *a) {
     {
         float *scratch =
             malloc(sizeof(float) * H2O_GROUP *
-                   (a->largest_budget + a->largest_budget / a->block_size + 1 +
+                   (a->largest_budget + 2 * (a->largest_budget / a->block_size) + 1 +
                     2 * a->head_size));
         if (!scratch) {
 #pragma omp atomic write
@@ -466,6 +485,16 @@ static inline void FN(unstage)(const h2o_decode_args *a, const h2o_slots *target
     }
 }
 
+/* Of the heavy set's pages, of which the first `count` slots are held. */
+static inline void FN(set_bounds)(const h2o_decode_args *a, const h2o_slots *target,
+                                  int64_t count) {
+    const int64_t bs = a->block_size;
+    const int64_t heavy = count < target->heavy_slots ? count : target->heavy_slots;
+    for (int64_t s = 0; s < heavy; s += bs)
+        FN(set_bound)(a, FN(page_of)(a, target, s / bs),
+                      heavy - s < bs ? heavy - s : bs);
+}
+
 /* Chosen tokens of row 0 into its slots as they are at its position. In place these
  * lie in the very pages that tokens leave, so that all are read before one is
  * written; there a head keeps all, which are where they belong, or fills its pages. */
@@ -497,6 +526,7 @@ static int FN(compress_head)(const h2o_transition_args *c, int64_t head) {
     }
     FN(unstage)(a, &target, staged, num_pages);
     free(staged);
+    if (a->read < 1.0) FN(set_bounds)(a, &target, count);
     return 0;
 }
 

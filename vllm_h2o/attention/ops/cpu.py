@@ -27,6 +27,7 @@ from vllm_h2o.attention.ops import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import state_bytes
 from vllm_h2o.policy.methods import State
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
@@ -49,12 +50,15 @@ _DTYPES = {
 }
 
 
-def _fields(pointers: str, integers: str, floats: str = "") -> list[tuple[str, Any]]:
-    """Of a structure that has its pointers first and its floats last."""
+def _fields(
+    pointers: str, integers: str, floats: str = "", doubles: str = ""
+) -> list[tuple[str, Any]]:
+    """Of a structure that has them in this order."""
     kinds = (
         (pointers, ctypes.c_void_p),
         (integers, ctypes.c_int64),
         (floats, ctypes.c_float),
+        (doubles, ctypes.c_double),
     )
     return [(name, kind) for names, kind in kinds for name in names.split()]
 
@@ -71,6 +75,7 @@ class _Args(ctypes.Structure):
         "budget heavy_slots pinned_slots head_blocks largest_budget "
         "whole_blocks score_mean num_threads",
         "scale softcap score_decay",
+        "read",
     )
 
 
@@ -337,7 +342,12 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
         scale=params.scale,
         softcap=params.softcap,
         score_decay=params.score_decay,
+        read=params.read,
     )
+    if params.read < 1.0:
+        _, num_kv_heads, head_size, block_size = pages.keys.shape
+        state = state_bytes(num_kv_heads, block_size, page_floats=head_size)
+        assert pages.page_stride >= pages.state_offset + state, "no room for bounds"
     if heads is not None:
         assert not layout.whole_blocks
         args.head_layouts = heads.sizes.data_ptr()

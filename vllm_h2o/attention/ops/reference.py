@@ -19,6 +19,7 @@ from vllm_h2o.attention.ops.types import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.merging import merged
 from vllm_h2o.policy.methods import Queries, State
 from vllm_h2o.policy.probabilities import tiles
 from vllm_h2o.policy.reading import pages_read
@@ -46,10 +47,12 @@ def decode_resident(
             continue
         for head in range(num_kv_heads):
             resident = _Resident(pages, rows, row, head, params)
-            resident.graduate()
+            lost = resident.graduate()
             resident.write(key[row, head], value[row, head])
             heads = slice(head * group, (head + 1) * group)
             output[row, heads] = resident.attend(query[row, heads]).to(output.dtype)
+            if lost is not None and params.merge:
+                resident.merge(*lost)
 
 
 def transition(
@@ -125,22 +128,36 @@ def compress(
         state: See `ScoredLayer`.
         params: The layer's constants.
     """
-    size = pages.block_size
     blocks = source_blocks.long()
     rows = ResidentRows(
         target_blocks[None], torch.tensor([position]), torch.tensor([0])
     )
+    everyone = torch.arange(state["score"].shape[1])
     for head, held in enumerate(chosen.positions >= 0):
         positions, slots = chosen.positions[head, held], chosen.slots[head, held]
-        block, i = blocks[positions // size], positions % size
-        tokens = {
-            "keys": pages.keys[block, head, :, i],
-            "values": pages.values[block, head, i],
-            "births": positions.int(),
-        } | {name: mine[head, positions] for name, mine in state.items()}
+        keys, values = _tokens(pages, blocks, head, positions)
+        tokens = {"keys": keys, "values": values, "births": positions.int()}
+        tokens |= {name: mine[head, positions] for name, mine in state.items()}
         target = _Resident(pages, rows, 0, head, params)
+        if params.merge:
+            dropped = everyone[~torch.isin(everyone, positions)]
+            lost_keys, lost_values = _tokens(pages, blocks, head, dropped)
+            thresholds, at = target.threshold()
+            new, thresholds[at] = merged(
+                keys.float(), values.float(), lost_keys.float(), lost_values.float(),
+                threshold=None,
+            )  # fmt: skip
+            tokens["values"] = new.to(values.dtype)
         for what, content in tokens.items():
             target.put(what, slots, content)
+
+
+def _tokens(
+    pages: Pages, blocks: torch.Tensor, head: int, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[n, head_size]` of a KV head in dense pages."""
+    block, i = blocks[positions // pages.block_size], positions % pages.block_size
+    return pages.keys[block, head, :, i], pages.values[block, head, i]
 
 
 def start(
@@ -284,23 +301,37 @@ class _Resident:
         for what in ("keys", "values", "births", *self.params.method.fields):
             self.put(what, target, self.get(what, source))
 
-    def graduate(self) -> None:
-        """Let what leaves the recent window compete with the heavy set."""
+    def graduate(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Let what leaves the recent window compete with the heavy set.
+
+        Returns:
+            Keys and values `[unit, head_size]` of what loses, if something does.
+        """
         layout = self.layout
-        if self.position < layout.budget:
-            return
         unit = layout.block_size if layout.whole_blocks else 1
-        heavy = torch.arange(layout.pinned_slots, layout.heavy_slots)
-        if self.position % unit or not len(heavy):
-            return
+        if self.position < layout.budget or self.position % unit:
+            return None
         within = torch.arange(unit)
         leaving = self.slot + within
+        loser = self.weakest(leaving)
+        lost = self.get("keys", loser), self.get("values", loser)
+        if loser is not leaving:
+            self.copy(leaving, loser)
+        return lost
+
+    def weakest(self, leaving: torch.Tensor) -> torch.Tensor:
+        """Slots of the unit that is worth least: of the heavy set, or `leaving`."""
+        layout, unit = self.layout, len(leaving)
+        heavy = torch.arange(layout.pinned_slots, layout.heavy_slots)
+        if not len(heavy):
+            return leaving
         competing = self.values(heavy).view(-1, unit).sum(dim=1)
         births = self.get("births", heavy[::unit])
         lowest = competing.min()
         births = births.masked_fill(competing > lowest, torch.iinfo(births.dtype).max)
         if self.values(leaving).sum() > lowest:
-            self.copy(leaving, heavy[::unit][births.argmin()] + within)
+            return heavy[::unit][births.argmin()] + torch.arange(unit)
+        return leaving
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the new token into its slot."""
@@ -314,6 +345,22 @@ class _Resident:
             for name, mine in started.items():
                 self.page(name, number)[i] = mine[0, 0]
         self.page("births", number)[i] = self.position
+
+    def merge(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put `[1, head_size]` of a lost token into the value of the nearest key."""
+        slots, (thresholds, at) = self.occupied(), self.threshold()
+        keys, values = self.get("keys", slots).float(), self.get("values", slots)
+        new, thresholds[at] = merged(
+            keys, values.float(), key.float(), value.float(), float(thresholds[at])
+        )
+        changed = (new != values).any(dim=1)
+        self.put("values", slots[changed], new[changed].to(values.dtype))
+
+    def threshold(self) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Where a merging head has its threshold: in its first page."""
+        pages, block = self.places[0]
+        assert pages.thresholds is not None
+        return pages.thresholds, (block, self.head)
 
     def occupied(self) -> torch.Tensor:
         """Slots that hold a token."""

@@ -96,6 +96,7 @@ class DecodeParams:
         softcap: Logit soft cap, 0 for none.
         method: What a token in a slot is worth.
         read: Share of the heavy set's pages that a query reads, see `policy.reading`.
+        merge: Whether what is dropped goes into what is kept, see `policy.merging`.
         heads: Budgets by head, None where all have the same.
     """
 
@@ -105,6 +106,7 @@ class DecodeParams:
     method: Method
     heads: HeadSlots | None = None
     read: float = 1.0
+    merge: bool = False
 
     @cached_property
     def fused_form(self) -> str | None:
