@@ -7,9 +7,9 @@ All read the same pages, far more than the last-level cache holds, in turns:
 a plain streaming loop, vLLM's op over a full-length context, our kernel over a
 budget of that length (every step graduates and scores), ours with budgets by head,
 ours reading a part of the pages as the preset `mpcache` does (in GB of what is held),
-and ours built without scores and graduation. Prints GB of KV per second and the
-ratios turn by turn, and writes JSON. Wants a machine with nothing else on it: threads
-of both wait for each other.
+ours merging what it drops, and ours built without scores and graduation. Prints GB of
+KV per second and the ratios turn by turn, and writes JSON. Wants a machine with nothing
+else on it: threads of both wait for each other.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from vllm_h2o.policy.presets import PRESETS
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
 STREAM, STOCK, OURS, BY_HEAD, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
-PART = "mpcache"
-SYSTEMS = (STREAM, STOCK, OURS, BY_HEAD, PART, BARE)
+PART, MERGING = "mpcache", "h2o merging"
+SYSTEMS = (STREAM, STOCK, OURS, BY_HEAD, PART, MERGING, BARE)
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64  # SmolLM2-135M
 
 
@@ -120,6 +120,7 @@ class State:
             SlotLayout.of_blocks(part, size, columns), HEAD_SIZE**-0.5, 0.0, Mean(),
             read=share_of(part.read),
         )  # fmt: skip
+        self.merging = replace(self.params, merge=True)
         blocks = _uneven_blocks(args, columns)
         heads = lent_heads(self.layers, blocks, columns, size, config)
         self.by_head = [replace(self.params, heads=mine) for mine in heads]
@@ -145,6 +146,7 @@ class State:
             OURS: lambda: self.run_ours(self.uniform),
             BY_HEAD: lambda: self.run_ours(self.by_head),
             PART: lambda: self.run_ours([self.part] * len(self.layers)),
+            MERGING: lambda: self.run_ours([self.merging] * len(self.layers)),
             BARE: self.run_bare,
         }
         passes[system]()
@@ -197,9 +199,9 @@ class State:
 
 def _full_cache(num_blocks: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     page = NUM_KV_HEADS * size * 2 * HEAD_SIZE
-    stride = (
-        page + state_bytes(NUM_KV_HEADS, size, page_floats=HEAD_SIZE) // dtype.itemsize
-    )
+    floats = HEAD_SIZE + size + 16  # bounds, lengths of keys, a threshold
+    state = state_bytes(NUM_KV_HEADS, size, page_floats=floats)
+    stride = page + state // dtype.itemsize
     raw = torch.randn(num_blocks * stride, dtype=torch.float32).to(dtype)
     shape = (num_blocks, NUM_KV_HEADS, size, 2 * HEAD_SIZE)
     return raw.as_strided(shape, (stride, size * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1))
@@ -268,6 +270,7 @@ def _ratios(rates: dict[str, list[float]]) -> dict[str, Any]:
         "stock_over_stream": over(STOCK, STREAM),
         "by_head_over_h2o": over(BY_HEAD, OURS),
         "mpcache_over_h2o": over(PART, OURS),
+        "merging_over_h2o": over(MERGING, OURS),
         "share_of_scores_and_graduation": spread(1 - a / b for a, b in pairs),
     }
 

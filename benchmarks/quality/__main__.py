@@ -57,11 +57,16 @@ Variant = tuple[str, str, dict[str, Any]]
 H2O: Variant = ("h2o", "h2o", {})
 UNIFORM: Variant = ("h2o uniform", "h2o", {"head_budgets": "uniform"})
 OURS = [H2O, UNIFORM, ("h2o-paper", "h2o-paper", {}), ("streaming", "streaming", {})]
+READS_OR_MERGES: list[Variant] = [
+    ("mpcache", "mpcache", {}),
+    ("h2o read=20%", "h2o", {"read": "20%"}),
+    ("d2o", "d2o", {}),
+    ("h2o merge=value", "h2o", {"merge": "value"}),
+]
 OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
-    ("mpcache", "mpcache", {}),
-    ("d2o", "d2o", {}),
+    *READS_OR_MERGES,
     ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
 ]
 LEVERS: list[Variant] = [
@@ -74,8 +79,6 @@ LEVERS: list[Variant] = [
         ("observation_window", "all"),
         ("observation_window", 64),
         ("pooling", 1),
-        ("read", "20%"),
-        ("merge", "value"),
     )
 ]
 """What the preset sets, one at a time set otherwise: why it is set."""
@@ -196,7 +199,7 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in args.budgets or OTHER_BUDGETS:
-        yield from _ours([H2O, UNIFORM], fraction, work)
+        yield from _ours([H2O, UNIFORM, *READS_OR_MERGES], fraction, work)
         yield from _peers(PRESSES[:1], fraction, work)
 
 

@@ -103,7 +103,7 @@ def run_apart(cell: Cell) -> Rows:
     env = {} if _POOL_GIB in os.environ else {_POOL_GIB: "2"}
     if cell.policy in PRESETS:
         config = replace(PRESETS[cell.policy], **cell.options)
-        if fused_form_of(config.method) is None or config.merges:
+        if fused_form_of(config.method) is None:
             env[KERNELS] = "reference"
     rows = run_in_process("benchmarks.quality.cells:run_job", asdict(cell), env)
     return [tuple(row) for row in rows]

@@ -17,6 +17,7 @@ from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.merging import NO_THRESHOLD
 from vllm_h2o.policy.methods import Mean, Sum
 from vllm_h2o.policy.selection import select_residents
 
@@ -36,7 +37,9 @@ def make_cache(dtype, num_kv_heads, head_size, block_size):
     """Pages full of NaN, so that reading what nobody wrote shows."""
     item = torch.empty(0, dtype=dtype).element_size()
     page = num_kv_heads * block_size * 2 * head_size * item
-    page += state_bytes(num_kv_heads, block_size, page_floats=head_size + 1)
+    page += state_bytes(
+        num_kv_heads, block_size, page_floats=head_size + block_size + 1
+    )
     raw = torch.full((NUM_BLOCKS * page // item,), float("nan"), dtype=dtype)
     return raw.as_strided(
         (NUM_BLOCKS, num_kv_heads, block_size, 2 * head_size),
@@ -44,12 +47,19 @@ def make_cache(dtype, num_kv_heads, head_size, block_size):
     )
 
 
+def pages_of(cache, params):
+    pages = Pages.view(cache, merges=params.merge)
+    if params.merge:
+        pages.thresholds.fill_(NO_THRESHOLD)
+    return pages
+
+
 def run(op, params, dtype, heads, head_size, steps, seed=0, mixed_starts=(0, 5)):
     """Decode `steps` tokens of some rows; return outputs and the cache."""
     num_heads, num_kv_heads = heads
     generator = torch.Generator().manual_seed(seed)
     cache = make_cache(dtype, num_kv_heads, head_size, params.layout.block_size)
-    pages = Pages.view(cache)
+    pages = pages_of(cache, params)
     num_rows = len(mixed_starts)
     blocks = torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1
     width = params.layout.budget_blocks
@@ -73,12 +83,19 @@ def run(op, params, dtype, heads, head_size, steps, seed=0, mixed_starts=(0, 5))
 
 
 def params_of(
-    unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, read=1.0, **slots
+    unit="token",
+    mean=False,
+    decay=1.0,
+    softcap=0.0,
+    sinks=4,
+    read=1.0,
+    merge=False,
+    **slots,
 ):
     slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
     layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
     method = Mean(decay) if mean else Sum(decay)
-    return DecodeParams(layout, 0.17, softcap, method, read=read)
+    return DecodeParams(layout, 0.17, softcap, method, read=read, merge=merge)
 
 
 CASES = {
@@ -95,6 +112,10 @@ CASES = {
     "reads a part": params_of(mean=True, heavy_slots=80, read=0.5),
     "reads a part, decay": params_of(decay=0.9, sinks=0, heavy_slots=80, read=0.3),
     "reads a part, block": params_of(unit="block", heavy_slots=80, read=0.5),
+    "merges": params_of(mean=True, merge=True),
+    "merges, window alone": params_of(
+        heavy_slots=0, recent_slots=48, sinks=0, merge=True
+    ),
     "blocks of 48": params_of(block_size=48, heavy_slots=48, recent_slots=48),
 }
 
@@ -117,6 +138,11 @@ def test_kernel_equals_reference(name, heads):
     torch.testing.assert_close(
         pages.scores[used], expected_pages.scores[used], rtol=1e-4, atol=1e-6
     )
+    if params.merge:
+        torch.testing.assert_close(
+            pages.values[used], expected_pages.values[used], rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(pages.thresholds, expected_pages.thresholds)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -162,8 +188,8 @@ def heads_of(pages_of_layers, layer, blocks):
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("read", [1.0, 0.5])
-def test_budgets_by_head_equal_reference(layer, read):
+@pytest.mark.parametrize(("read", "merge"), [(1.0, False), (0.5, False), (1.0, True)])
+def test_budgets_by_head_equal_reference(layer, read, merge):
     """From the step that fills the common budget on, in borrowed pages."""
     blocks = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
     dtype, budget = torch.float32, 48
@@ -174,9 +200,12 @@ def test_budgets_by_head_equal_reference(layer, read):
     ):
         generator = torch.Generator().manual_seed(layer)
         caches = [make_cache(dtype, 3, 64, 16) for _ in blocks]
-        layers = [Pages.view(cache) for cache in caches]
+        params = params_of(
+            mean=True, recent_slots=16, heavy_slots=32, read=read, merge=merge
+        )
+        layers = [pages_of(cache, params) for cache in caches]
         params = replace(
-            params_of(mean=True, recent_slots=16, heavy_slots=32, read=read),
+            params,
             heads=heads_of(layers, layer, blocks),
         )
         table = torch.tensor([[7, 3, 11]], dtype=torch.int32)

@@ -8,11 +8,11 @@ import torch
 from tests.attention.test_decode import (  # noqa: F401  pytest finds `threads` here
     heads_of,
     make_cache,
+    pages_of,
     params_of,
     threads,
 )
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, cpu, reference
-from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
 BLOCKS = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
@@ -26,7 +26,7 @@ def make_layers(dtype, blocks, num_tokens, params, by_head):
     """Layers full of tokens, but for NaN in what no prompt and no request has."""
     generator = torch.Generator().manual_seed(num_tokens)
     held = [*TABLE.tolist(), *PROMPT.tolist()]
-    pages = [Pages.view(make_cache(dtype, 3, 64, 16)) for _ in blocks]
+    pages = [pages_of(make_cache(dtype, 3, 64, 16), params) for _ in blocks]
     layers = []
     for i, mine in enumerate(pages):
         for part in (mine.keys, mine.values):
@@ -82,10 +82,12 @@ def test_whole_blocks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [17, 40, 80, 160])
 @pytest.mark.parametrize("by_head", [True, False])
-def test_what_the_next_token_reads_of_a_prompt(dtype, num_tokens, by_head):
-    """A page's bound is there when the prompt is."""
+@pytest.mark.parametrize("option", ["read", "merge"])
+def test_what_the_next_token_reads_of_a_prompt(dtype, num_tokens, by_head, option):
+    """A page's bound is there when the prompt is, and keys' lengths are."""
     sinks = 4 if by_head else 0  # one page to choose in that of 3 blocks; two
-    params = params_of(mean=True, read=0.3, sinks=sinks)
+    value = 0.3 if option == "read" else True
+    params = params_of(mean=True, sinks=sinks, **{option: value})
     config = H2OConfig(sinks=sinks, pooling=3)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 9, 64, generator=generator).to(dtype)
@@ -103,6 +105,9 @@ def test_what_the_next_token_reads_of_a_prompt(dtype, num_tokens, by_head):
             kernel.decode_resident(
                 query, key, value, layer.pages, rows, layer.params, output
             )
-        results.append(torch.stack(outputs))
+        if option == "merge":
+            outputs += [layer.pages.values[TABLE.long()].flatten() for layer in layers]
+            outputs += [layer.pages.thresholds[TABLE.long()] for layer in layers]
+        results.append(torch.cat([output.float().flatten() for output in outputs]))
     tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
     torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance / 4)

@@ -28,7 +28,7 @@ def test_page_holds_keys_values_scores_and_births():
 
 def test_page_holds_a_bound_where_a_part_is_read_and_a_threshold_where_losses_merge():
     beside = SPEC.page_size_bytes - PLAIN.page_size_bytes
-    for options, floats in (({"read": "20%"}, 64), ({"merge": "value"}, 16)):
+    for options, floats in (({"read": "20%"}, 64), ({"merge": "value"}, 32 + 16)):
         config = H2OConfig(budget=100, **options)
         spec = H2OAttentionSpec.of(PLAIN, config, 1000)
         assert spec.page_size_bytes - PLAIN.page_size_bytes == beside + 3 * 4 * floats

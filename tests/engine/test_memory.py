@@ -155,22 +155,18 @@ def test_preempted_requests_finish_and_leak_nothing(tiny):
 @pytest.fixture(
     scope="module",
     params=[
-        ("", {}),
-        pytest.param(("", {"h2o_read": "50%"}), marks=pytest.mark.slow),
-        pytest.param(("reference", {"h2o_merge": "value"}), marks=pytest.mark.slow),
+        {},
+        pytest.param({"h2o_read": "50%"}, marks=pytest.mark.slow),
+        pytest.param({"h2o_merge": "value"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def tight(request):
     """A pool of which a prompt of 700 tokens takes three quarters: a preempted request
     gets blocks back that it had, for something else."""
-    kernels, rules = request.param
-    options = {"max_model_len": 1024, "num_gpu_blocks_override": 41}
-    options |= {"h2o_budget": BUDGET} | rules
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_H2O_KERNELS", kernels)
-        with engine(kv_policy="h2o", **options) as llm:
-            yield llm
+    options = {"max_model_len": 1024, "num_gpu_blocks_override": 41} | request.param
+    with engine(kv_policy="h2o", h2o_budget=BUDGET, **options) as llm:
+        yield llm
 
 
 def run_until_preempted(llm, prompt, num_tokens, moment):

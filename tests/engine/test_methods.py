@@ -93,10 +93,11 @@ def test_reading_some_pages_equals_its_dense_reference(monkeypatch, kernels):
     check(options, "mean", Head, monkeypatch, sizes, lengths, kernels=kernels, read=0.5)
 
 
-def test_merging_equals_its_dense_reference(monkeypatch):
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_merging_equals_its_dense_reference(monkeypatch, kernels):
     """At the transition and at every graduation."""
     options = options_of("mean") | {"h2o_merge": "value"}
-    check(options, "mean", Head, monkeypatch, merge=True)
+    check(options, "mean", Head, monkeypatch, kernels=kernels, merge=True)
 
 
 def test_all_with_budgets_by_head_equal_their_dense_reference(monkeypatch):

@@ -67,21 +67,16 @@ def save_profile(model, num_kv_heads):
 
 
 @pytest.mark.parametrize(
-    ("budgets", "kernels", "options"),
+    ("budgets", "options"),
     [
-        ("uniform", "", {}),
-        ("by head", "", {}),
-        pytest.param("uniform", "", {"h2o_read": "50%"}, marks=pytest.mark.slow),
-        pytest.param(
-            "by head", "reference", {"h2o_merge": "value"}, marks=pytest.mark.slow
-        ),
+        ("uniform", {}),
+        ("by head", {}),
+        pytest.param("uniform", {"h2o_read": "50%"}, marks=pytest.mark.slow),
+        pytest.param("by head", {"h2o_merge": "value"}, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_give_the_result_of_one(
-    tmp_path, monkeypatch, budgets, kernels, options
-):
+def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets, options):
     model = save_llama(tmp_path)
-    monkeypatch.setenv("VLLM_H2O_KERNELS", kernels)
     if budgets == "by head":
         save_profile(model, 4)
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")  # two threads

@@ -243,7 +243,10 @@ def test_kv_cache_of_another_dtype_is_refused(model_of):
     ("options", "complaint"),
     [
         ({"kv_policy": "h2o", "h2o_score": "norm"}, "h2o_score='norm'.*mean, sum"),
-        ({"kv_policy": "d2o"}, "h2o_merge='value'.*on CPU.*'none'"),
+        (
+            {"kv_policy": "d2o", "h2o_read": "20%"},
+            "h2o_read='20%'.*beside h2o_merge.*on CPU.*'100%'",
+        ),
     ],
 )
 def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint):
@@ -254,11 +257,18 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
     EngineArgs(**options).create_engine_config()
 
 
-def test_reading_a_part_is_refused_where_no_kernel_does():
-    mpcache = PRESETS["mpcache"]
-    with pytest.raises(ValueError, match="h2o_read='20%'.*on CUDA.*'100%'"):
-        check_kernels(mpcache, triton.FORMS, "CUDA", reads_part=False)
-    check_kernels(mpcache, cpu.FORMS, "CPU", reads_part=True)
+@pytest.mark.parametrize(
+    ("preset", "complaint"),
+    [
+        ("mpcache", "h2o_read='20%'.*on CUDA.*'100%'"),
+        ("d2o", "h2o_merge='value'.*on CUDA.*'none'"),
+    ],
+)
+def test_an_option_without_a_kernel_is_refused(preset, complaint):
+    config = PRESETS[preset]
+    with pytest.raises(ValueError, match=complaint):
+        check_kernels(config, triton.FORMS, triton.OPTIONS, "CUDA")
+    check_kernels(config, cpu.FORMS, cpu.OPTIONS, "CPU")
 
 
 @pytest.mark.parametrize("head_dim", [24, 40])

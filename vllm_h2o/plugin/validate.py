@@ -188,11 +188,11 @@ def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
 
         check_layer(*shape)
         if not runs_reference():
-            check_kernels(config, cpu.FORMS, "CPU", reads_part=True)
+            check_kernels(config, cpu.FORMS, cpu.OPTIONS, "CPU")
         return
     from vllm_h2o.attention.ops import triton
 
-    check_kernels(config, triton.FORMS, "CUDA", reads_part=False)
+    check_kernels(config, triton.FORMS, triton.OPTIONS, "CUDA")
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
     triton.check_supported(*shape, heads, kv_heads)
@@ -200,15 +200,15 @@ def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
 
 
 def check_kernels(
-    config: H2OConfig, forms: frozenset[str], platform: str, *, reads_part: bool
+    config: H2OConfig, forms: frozenset[str], options: frozenset[str], platform: str
 ) -> None:
     """Raise ValueError where the platform's kernels lack what a policy needs.
 
     Args:
         config: The policy.
         forms: The methods that the kernels have, see `Method.fused_form`.
+        options: The options that they have, one at a time.
         platform: Where they run.
-        reads_part: Whether they can read a part of the pages only.
     """
     reference = (
         f"has no kernel on {platform}: set VLLM_H2O_KERNELS=reference, which runs all "
@@ -219,14 +219,14 @@ def check_kernels(
             f"h2o_score={config.score!r} (--h2o-score) {reference}, or use one of "
             f"{', '.join(sorted(forms))}"
         )
-    if config.reads_part and not reads_part:
-        raise ValueError(
-            f"h2o_read={config.read!r} (--h2o-read) {reference}, or use '100%'"
-        )
-    if config.merges:
-        raise ValueError(
-            f"h2o_merge={config.merge!r} (--h2o-merge) {reference}, or use 'none'"
-        )
+    asked = [("read", "100%")] * config.reads_part + [("merge", "none")] * config.merges
+    for option, off in asked:
+        if option not in options or len(asked) > 1:
+            beside = " beside h2o_merge (--h2o-merge)" if len(asked) > 1 else ""
+            raise ValueError(
+                f"h2o_{option}={getattr(config, option)!r} (--h2o-{option}){beside} "
+                f"{reference}, or use {off!r}"
+            )
 
 
 def check_cuda_options(vllm_config: VllmConfig) -> None:

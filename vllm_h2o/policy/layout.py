@@ -148,15 +148,16 @@ def state_bytes(
     return num_kv_heads * 4 * (block_size * (num_fields + 1) + page_floats)
 
 
-def floats_of_page(config: H2OConfig, head_size: int) -> int:
-    """What a KV head keeps of a page as a whole.
+def floats_of_page(config: H2OConfig, head_size: int, block_size: int) -> int:
+    """What a KV head keeps of a page for the policy's options.
 
     Where queries read a part of the pages this is a bound of its keys (`[head_size]`,
-    see `policy.reading`), and where lost tokens are merged a threshold (see
-    `policy.merging`), which takes a whole cache line, or the next page would begin
-    within one.
+    see `policy.reading`). Where lost tokens are merged (see `policy.merging`) it is the
+    inverse length of each key, which the C kernel compares with, and a threshold that
+    takes a whole cache line, or the next page would begin within one.
     """
-    return head_size * config.reads_part + _CACHE_LINE_FLOATS * config.merges
+    merging = (block_size + _CACHE_LINE_FLOATS) * config.merges
+    return head_size * config.reads_part + merging
 
 
 def first_observer(config: H2OConfig, prefill_end: int) -> int:

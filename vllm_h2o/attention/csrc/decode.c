@@ -27,6 +27,10 @@
 #define H2O_TRACKS 1
 #endif
 
+/* Queries that meet one read of K: those of the group, and a lost key (merge.h). */
+#define H2O_MEETING (H2O_ROWS > H2O_GROUP ? H2O_ROWS : H2O_GROUP + 1)
+/* Weight of the newest loss in the running threshold, see policy/merging.py. */
+#define H2O_NEWEST_SHARE 0.7f
 /* Weight of a page's highest keys beside its lowest, see policy/reading.py. */
 #define H2O_HIGHEST_SHARE 0.6f
 
@@ -50,7 +54,7 @@ typedef struct {
     int64_t query_stride, key_stride, value_stride, output_stride;
     int64_t block_table_stride, page_stride, state_offset;
     int64_t budget, heavy_slots, pinned_slots, head_blocks, largest_budget;
-    int64_t whole_blocks, score_mean, num_threads;
+    int64_t whole_blocks, score_mean, merges, num_threads;
     float scale, softcap, score_decay;
     double read; /* share of the heavy set's pages that a scoring query reads */
 } h2o_decode_args;
@@ -121,6 +125,13 @@ typedef struct {
     int32_t birth;
     int64_t slot; /* -1: none yet */
 } h2o_lowest;
+
+/* A token that was dropped, and the kept one with the most similar key so far. */
+typedef struct {
+    float *key, *value; /* [head_size]; the key of length 1 */
+    float cosine;
+    void *nearest; /* its value, [head_size] */
+} h2o_lost;
 
 /* Ask for `bytes` from `from` on: into the second-level cache, because the few loads
  * that the first level can have under way are needed for what is read now. */

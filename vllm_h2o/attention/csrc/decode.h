@@ -18,6 +18,8 @@
  *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
  *   score     : score[s] = score[s] * decay + sum_{h in g} A[h,s]
  * A row with p < first_query leaves all scores alone: others may share its pages.
+ * Where losses merge, what graduation drops goes into the values that are kept once
+ * this query has read them (merge.h).
  * With read < 1 the other rows attend to a part of the pages only (read.h); A is 0 for
  * what they do not read.
  *
@@ -29,7 +31,9 @@
  * [head_size][block_size] then V row-major [block_size][head_size] (vLLM's CPU
  * layout, ISA `vec`); then float scores[heads][block_size] and
  * int32 births[heads][block_size] of the whole page, and with read < 1
- * float bounds[heads][head_size].
+ * float bounds[heads][head_size]; where losses merge
+ * float inverse_norms[heads][block_size] lie before the bounds, and the page's last
+ * floats are thresholds[heads].
  */
 
 #define CAT_(a, b) b##_##a
@@ -41,7 +45,9 @@ typedef struct {
     ELEM *value;  /* [block_size][head_size] */
     float *score; /* [block_size] */
     int32_t *birth;
-    float *bound; /* [head_size], with read < 1 only */
+    float *inverse_norm; /* [block_size] of the keys, where losses merge */
+    float *bound;        /* [head_size], with read < 1 only */
+    float *threshold;    /* of a head, where losses merge: in its first page */
 } FN(page);
 
 static inline FN(page) FN(page_at)(const h2o_decode_args *a, char *base, int64_t head) {
@@ -54,7 +60,10 @@ static inline FN(page) FN(page_at)(const h2o_decode_args *a, char *base, int64_t
     scores += a->num_kv_heads * a->block_size;
     page.birth = (int32_t *)scores + head * a->block_size;
     scores += a->num_kv_heads * a->block_size;
+    page.inverse_norm = scores + head * a->block_size;
+    if (a->merges) scores += a->num_kv_heads * a->block_size;
     page.bound = scores + head * a->head_size;
+    page.threshold = (float *)(base + a->page_stride) - a->num_kv_heads + head;
     return page;
 }
 
@@ -68,6 +77,7 @@ static inline FN(page) FN(page_of)(const h2o_decode_args *a, const h2o_slots *r,
     return FN(page_at)(a, base, r->head);
 }
 
+#include "merge.h"
 #include "read.h"
 
 static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64_t i,
@@ -77,6 +87,7 @@ static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64
     memcpy(to.value + j * hs, from.value + i * hs, hs * sizeof(ELEM));
     to.score[j] = from.score[i];
     to.birth[j] = from.birth[i];
+    if (a->merges) to.inverse_norm[j] = from.inverse_norm[i];
 }
 
 /* The lowest value among the slots [first, last) of a page, and the oldest of those
@@ -106,7 +117,9 @@ static inline void FN(prefetch_state)(const h2o_decode_args *a, const h2o_slots 
     if (a->read < 1.0) h2o_prefetch(page.bound, a->head_size * sizeof(float));
 }
 
-static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
+/* What loses is noted in `lost` where losses merge. */
+static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r,
+                               h2o_lost *lost) {
     const int64_t bs = a->block_size, num_blocks = (r->heavy_slots + bs - 1) / bs;
     h2o_lowest best = {FLT_MAX, INT32_MAX, -1};
     const int64_t start = a->pinned_slots / bs;
@@ -123,9 +136,12 @@ static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r) {
     FN(page) ring = FN(page_of)(a, r, r->slot / bs);
     const int64_t i = r->slot % bs;
     const float value = h2o_value(a, ring.score[i], ring.birth[i], r);
-    if (best.slot < 0 || !(value > best.value)) return; /* also where it is NaN */
-    const FN(page) heavy = FN(page_of)(a, r, best.slot / bs);
-    FN(copy_token)(a, ring, i, heavy, best.slot % bs);
+    const int wins = best.slot >= 0 && value > best.value;
+    const FN(page) heavy = wins ? FN(page_of)(a, r, best.slot / bs) : ring;
+    const int64_t loser = wins ? best.slot % bs : i;
+    if (a->merges) FN(note_loss)(a, heavy, loser, lost);
+    if (!wins) return;
+    FN(copy_token)(a, ring, i, heavy, loser);
     if (a->read < 1.0) FN(set_bound)(a, heavy, bs);
 }
 
@@ -185,7 +201,7 @@ static inline __attribute__((always_inline)) void FN(dot_tile)(
     const float *restrict query, const ELEM *restrict key, const ELEM *next,
     int64_t head_size, int64_t block_size, int64_t stride, float *restrict rows,
     const int count, const int tile) {
-    h2o_vec acc[H2O_ROWS][H2O_TILE];
+    h2o_vec acc[H2O_MEETING][H2O_TILE];
     for (int r = 0; r < count; ++r)
         for (int s = 0; s < tile; ++s) acc[r][s] = (h2o_vec){0};
     for (int64_t d = 0; d < head_size; ++d) {
@@ -285,10 +301,13 @@ static inline int64_t FN(valid_slots)(const h2o_decode_args *a, const h2o_slots 
 static inline __attribute__((always_inline)) void FN(attend_page)(
     const h2o_decode_args *a, FN(page) page, FN(page) next, int64_t valid,
     int64_t stride, const float *q, float *probs, float *marks, float *out,
-    float *sums, const int group) {
+    float *sums, const int group, const int losses, h2o_lost *lost) {
     const int64_t bs = a->block_size, hs = a->head_size;
     float keep[H2O_GROUP];
-    FN(dot_page)(q, page.key, next.key, hs, bs, stride, probs, group);
+    FN(dot_page)(q, page.key, next.key, hs, bs, stride, probs, group + losses);
+    if (losses)
+        FN(find_nearest)(probs + group * stride, page.inverse_norm, valid, page.value,
+                         hs, lost);
     for (int g = 0; g < group; ++g) {
         float *part = probs + g * stride;
         for (int64_t s = valid; s < bs; ++s) part[s] = -FLT_MAX;
@@ -347,23 +366,26 @@ static inline void FN(write_output)(const float *restrict out, const float *inve
 static inline __attribute__((always_inline)) void FN(attend)(
     const h2o_decode_args *a, const h2o_slots *r, float decay, const int64_t *list,
     int64_t num_pages, const ELEM *query, ELEM *output, float *scratch,
-    const int group) {
+    const int group, const int losses, h2o_lost *lost) {
     const int64_t bs = a->block_size, hs = a->head_size, stride = r->budget;
-    float *probs = scratch; /* [group][budget] */
-    float *marks = probs + group * stride + H2O_GROUP; /* [num_pages][H2O_GROUP] */
+    const int rows = group + losses;
+    float *probs = scratch; /* [rows][budget] */
+    float *marks = probs + rows * stride + H2O_GROUP; /* [num_pages][H2O_GROUP] */
     float *q = marks + num_pages * H2O_GROUP;
-    float *out = q + group * hs;
+    float *out = q + rows * hs;
     float sums[H2O_GROUP] = {0};
     for (int g = 0; g < H2O_GROUP; ++g) marks[g - H2O_GROUP] = -FLT_MAX;
     for (int64_t i = 0; i < group * hs; ++i) {
         q[i] = TO_F32(query[i]) * a->scale;
         out[i] = 0.0f;
     }
+    if (losses) memcpy(q + group * hs, lost->key, hs * sizeof(float));
     FN(page) page = FN(page_of)(a, r, list[0]);
     for (int64_t b = 0; b < num_pages; ++b) {
         const FN(page) next = FN(page_of)(a, r, list[b + 1 < num_pages ? b + 1 : b]);
         FN(attend_page)(a, page, next, FN(valid_slots)(a, r, list[b]), stride, q,
-                        probs + b * bs, marks + b * H2O_GROUP, out, sums, group);
+                        probs + b * bs, marks + b * H2O_GROUP, out, sums, group,
+                        losses, lost);
         page = next;
     }
     float inverse[H2O_GROUP];
@@ -371,6 +393,49 @@ static inline __attribute__((always_inline)) void FN(attend)(
     if (H2O_SCORES(r))
         FN(add_scores)(a, r, decay, list, num_pages, probs, marks, inverse, group);
     FN(write_output)(out, inverse, hs, group, output);
+}
+
+#define ATTEND(group, losses, lost) \
+    FN(attend)(a, r, decay, list, num_pages, query, output, scratch, group, losses, lost)
+
+/* The first `left` query heads, up to H2O_GROUP. */
+static void FN(attend_alone)(const h2o_decode_args *a, const h2o_slots *r, float decay,
+                             const int64_t *list, int64_t num_pages, const ELEM *query,
+                             ELEM *output, float *scratch, int64_t left) {
+    switch (left) {
+        case 1: ATTEND(1, 0, NULL); break;
+        case 2: ATTEND(2, 0, NULL); break;
+        case 3: ATTEND(3, 0, NULL); break;
+        default: ATTEND(4, 0, NULL);
+    }
+}
+
+/* The same, and the kept key that is nearest to what was lost. */
+static void FN(attend_merging)(const h2o_decode_args *a, const h2o_slots *r, float decay,
+                               const int64_t *list, int64_t num_pages,
+                               const ELEM *query, ELEM *output, float *scratch,
+                               int64_t left, h2o_lost *lost) {
+    switch (left) {
+        case 1: ATTEND(1, 1, lost); break;
+        case 2: ATTEND(2, 1, lost); break;
+        case 3: ATTEND(3, 1, lost); break;
+        default: ATTEND(4, 1, lost);
+    }
+}
+#undef ATTEND
+
+/* The new token into its slot. */
+static void FN(write)(const h2o_decode_args *a, const h2o_slots *r, const ELEM *key,
+                      const ELEM *value) {
+    const int64_t bs = a->block_size, hs = a->head_size, i = r->slot % bs;
+    FN(page) page = FN(page_of)(a, r, r->slot / bs);
+    for (int64_t d = 0; d < hs; ++d) page.key[d * bs + i] = key[d];
+    memcpy(page.value + i * hs, value, hs * sizeof(ELEM));
+    if (H2O_SCORES(r)) page.score[i] = 0.0f;
+    page.birth[i] = (int32_t)r->position;
+    if (a->merges) FN(set_norm)(a, page, i);
+    if (a->read < 1.0 && H2O_SCORES(r) && r->slot < r->heavy_slots)
+        FN(set_bound)(a, page, i + 1);
 }
 
 static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
@@ -383,26 +448,21 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
         return;
     }
     const h2o_slots slots = h2o_slots_of(a, row, head), *r = &slots;
+    int64_t *list = (int64_t *)scratch; /* [budget / block_size] */
+    scratch += 2 * (a->largest_budget / bs);
+    h2o_lost lost = {.key = scratch, .value = scratch + hs, .cosine = -FLT_MAX};
+    if (a->merges) scratch += 2 * hs;
+    const int merging = H2O_TRACKS && a->merges && r->position >= r->budget;
     if (H2O_TRACKS && r->position >= r->budget) {
         if (!a->whole_blocks)
-            FN(graduate_token)(a, r);
+            FN(graduate_token)(a, r, &lost);
         else if (r->position % bs == 0)
             FN(graduate_block)(a, r);
     }
-    FN(page) page = FN(page_of)(a, r, r->slot / bs);
-    const ELEM *key = (const ELEM *)a->key + row * a->key_stride + head * hs;
-    const ELEM *value = (const ELEM *)a->value + row * a->value_stride + head * hs;
-    for (int64_t d = 0; d < hs; ++d) page.key[d * bs + r->slot % bs] = key[d];
-    memcpy(page.value + r->slot % bs * hs, value, hs * sizeof(ELEM));
-    if (H2O_SCORES(r)) page.score[r->slot % bs] = 0.0f;
-    page.birth[r->slot % bs] = (int32_t)r->position;
-    if (a->read < 1.0 && H2O_SCORES(r) && r->slot < r->heavy_slots)
-        FN(set_bound)(a, page, r->slot % bs + 1);
-
+    FN(write)(a, r, (const ELEM *)a->key + row * a->key_stride + head * hs,
+              (const ELEM *)a->value + row * a->value_stride + head * hs);
     const ELEM *query =
         (const ELEM *)a->query + row * a->query_stride + head * group * hs;
-    int64_t *list = (int64_t *)scratch; /* [budget / block_size] */
-    scratch += 2 * (a->largest_budget / bs);
     const int64_t num_pages = FN(list_pages)(a, r, query, group, list, scratch);
     if (a->read < 1.0 && H2O_SCORES(r) && a->score_decay != 1.0f)
         FN(decay_unread)(a, r, list);
@@ -410,14 +470,13 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
     for (int64_t g = 0; g < group; g += H2O_GROUP) {
         const ELEM *q = query + g * hs;
         ELEM *o = output + g * hs;
-        switch (group - g) {
-            case 1: FN(attend)(a, r, decay, list, num_pages, q, o, scratch, 1); break;
-            case 2: FN(attend)(a, r, decay, list, num_pages, q, o, scratch, 2); break;
-            case 3: FN(attend)(a, r, decay, list, num_pages, q, o, scratch, 3); break;
-            default: FN(attend)(a, r, decay, list, num_pages, q, o, scratch, 4);
-        }
+        if (merging && g == 0)
+            FN(attend_merging)(a, r, decay, list, num_pages, q, o, scratch, group, &lost);
+        else
+            FN(attend_alone)(a, r, decay, list, num_pages, q, o, scratch, group - g);
         decay = 1.0f; /* an old score decays once per query, not per group */
     }
+    if (merging) FN(merge)(a, FN(page_of)(a, r, 0), &lost);
 }
 
 int NAME(const h2o_decode_args *a) {
@@ -426,9 +485,9 @@ int NAME(const h2o_decode_args *a) {
 #pragma omp parallel num_threads(a->num_threads)
     {
         float *scratch =
-            malloc(sizeof(float) * H2O_GROUP *
+            malloc(sizeof(float) * (H2O_GROUP + 1) *
                    (a->largest_budget + 2 * (a->largest_budget / a->block_size) + 1 +
-                    2 * a->head_size));
+                    3 * a->head_size));
         if (!scratch) {
 #pragma omp atomic write
             failed = 1;
@@ -526,6 +585,8 @@ static int FN(compress_head)(const h2o_transition_args *c, int64_t head) {
     }
     FN(unstage)(a, &target, staged, num_pages);
     free(staged);
+    for (int64_t t = 0; a->merges && t < count; ++t)
+        FN(set_norm)(a, FN(page_of)(a, &target, slots[t] / bs), slots[t] % bs);
     if (a->read < 1.0) FN(set_bounds)(a, &target, count);
     return 0;
 }

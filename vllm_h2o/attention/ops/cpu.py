@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from vllm_h2o.attention.ops import (
+    Chosen,
     DecodeParams,
     ResidentRows,
     ScoredLayer,
@@ -43,6 +44,8 @@ if platform.machine() == "x86_64":
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
+OPTIONS = frozenset({"read", "merge"})
+"""Options that they have beside, one at a time."""
 _DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -73,7 +76,7 @@ class _Args(ctypes.Structure):
         "query_stride key_stride value_stride output_stride "
         "block_table_stride page_stride state_offset "
         "budget heavy_slots pinned_slots head_blocks largest_budget "
-        "whole_blocks score_mean num_threads",
+        "whole_blocks score_mean merges num_threads",
         "scale softcap score_decay",
         "read",
     )
@@ -156,10 +159,22 @@ def transition(
     """See `vllm_h2o.attention.ops.transition`.
 
     The heads of all layers share out the threads: heads with budgets of their own
-    have very different amounts of work.
+    have very different amounts of work. What is dropped is merged in torch.
     """
     choice = choose(layers, position, first_query, config)
+    if not layers[0].params.merge:
+        compress(layers, source_blocks, target_blocks, choice)
+        return
+    chosen = [Chosen(*tokens) for tokens in choice.tokens.unbind(1)]
+    merges = [
+        reference.merge_dropped(layer.pages, source_blocks, kept, layer.state)
+        for layer, kept in zip(layers, chosen, strict=True)
+    ]
     compress(layers, source_blocks, target_blocks, choice)
+    for layer, kept, mine in zip(layers, chosen, merges, strict=True):
+        reference.put_merged(
+            layer.pages, target_blocks, position, kept, mine, layer.params
+        )
 
 
 @dataclass(frozen=True)
@@ -339,15 +354,17 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
         pinned_slots=layout.pinned_slots,
         whole_blocks=layout.whole_blocks,
         score_mean=params.fused_form == "mean",
+        merges=params.merge,
         scale=params.scale,
         softcap=params.softcap,
         score_decay=params.score_decay,
         read=params.read,
     )
-    if params.read < 1.0:
-        _, num_kv_heads, head_size, block_size = pages.keys.shape
-        state = state_bytes(num_kv_heads, block_size, page_floats=head_size)
-        assert pages.page_stride >= pages.state_offset + state, "no room for bounds"
+    assert not (params.merge and (params.read < 1.0 or layout.whole_blocks))
+    _, num_kv_heads, head_size, block_size = pages.keys.shape
+    floats = head_size * (params.read < 1.0) + (block_size + 1) * params.merge
+    needed = state_bytes(num_kv_heads, block_size, page_floats=floats)
+    assert pages.page_stride >= pages.state_offset + needed, "a page is too small"
     if heads is not None:
         assert not layout.whole_blocks
         args.head_layouts = heads.sizes.data_ptr()

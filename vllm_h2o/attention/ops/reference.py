@@ -132,24 +132,67 @@ def compress(
     rows = ResidentRows(
         target_blocks[None], torch.tensor([position]), torch.tensor([0])
     )
-    everyone = torch.arange(state["score"].shape[1])
+    merges = merge_dropped(pages, blocks, chosen, state) if params.merge else None
     for head, held in enumerate(chosen.positions >= 0):
         positions, slots = chosen.positions[head, held], chosen.slots[head, held]
         keys, values = _tokens(pages, blocks, head, positions)
         tokens = {"keys": keys, "values": values, "births": positions.int()}
         tokens |= {name: mine[head, positions] for name, mine in state.items()}
         target = _Resident(pages, rows, 0, head, params)
-        if params.merge:
-            dropped = everyone[~torch.isin(everyone, positions)]
-            lost_keys, lost_values = _tokens(pages, blocks, head, dropped)
-            thresholds, at = target.threshold()
-            new, thresholds[at] = merged(
-                keys.float(), values.float(), lost_keys.float(), lost_values.float(),
-                threshold=None,
-            )  # fmt: skip
-            tokens["values"] = new.to(values.dtype)
         for what, content in tokens.items():
             target.put(what, slots, content)
+    if merges is not None:
+        put_merged(pages, target_blocks, position, chosen, merges, params)
+
+
+def merge_dropped(
+    pages: Pages, source_blocks: torch.Tensor, chosen: Chosen, state: State
+) -> list[tuple[torch.Tensor, float]]:
+    """What each KV head makes of the values it keeps and of those it drops.
+
+    Args:
+        pages: The layer's pages, read only.
+        source_blocks: See `vllm_h2o.attention.ops.transition`.
+        chosen: What is kept.
+        state: See `ScoredLayer`; says how many tokens there are.
+
+    Returns:
+        By head the new values `[n, head_size]` of its n chosen tokens and its
+        threshold, see `vllm_h2o.policy.merging`.
+    """
+    blocks, everyone = source_blocks.long(), torch.arange(state["score"].shape[1])
+    merges = []
+    for head, positions in enumerate(chosen.positions):
+        kept = positions[positions >= 0]
+        dropped = everyone[~torch.isin(everyone, kept)]
+        tokens = [
+            part.float()
+            for which in (kept, dropped)
+            for part in _tokens(pages, blocks, head, which)
+        ]
+        keys, values, lost_keys, lost_values = tokens
+        merges.append(merged(keys, values, lost_keys, lost_values, threshold=None))
+    return merges
+
+
+def put_merged(
+    pages: Pages,
+    target_blocks: torch.Tensor,
+    position: int,
+    chosen: Chosen,
+    merges: list[tuple[torch.Tensor, float]],
+    params: DecodeParams,
+) -> None:
+    """Overwrite the values of what was chosen; arguments as of `compress`."""
+    rows = ResidentRows(
+        target_blocks[None], torch.tensor([position]), torch.tensor([0])
+    )
+    for head, (values, threshold) in enumerate(merges):
+        target = _Resident(pages, rows, 0, head, params)
+        slots = chosen.slots[head]
+        target.put("values", slots[slots >= 0], values.to(pages.values.dtype))
+        thresholds, at = target.threshold()
+        thresholds[at] = threshold
 
 
 def _tokens(

@@ -6,6 +6,7 @@ Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 
 from vllm_h2o.attention.ops.triton.launch import (
     FORMS,
+    OPTIONS,
     DecodeScratch,
     Tuning,
     check_supported,
@@ -17,6 +18,7 @@ from vllm_h2o.attention.ops.triton.transition import compress, transition
 
 __all__ = [
     "FORMS",
+    "OPTIONS",
     "DecodeScratch",
     "Tuning",
     "check_supported",
