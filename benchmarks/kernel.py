@@ -203,6 +203,7 @@ def _full_cache(num_blocks: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     state = state_bytes(NUM_KV_HEADS, size, page_floats=floats)
     stride = page + state // dtype.itemsize
     raw = torch.randn(num_blocks * stride, dtype=torch.float32).to(dtype)
+    raw.view(num_blocks, stride)[:, page:] = 0
     shape = (num_blocks, NUM_KV_HEADS, size, 2 * HEAD_SIZE)
     return raw.as_strided(shape, (stride, size * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1))
 

@@ -4,6 +4,7 @@ python3 requirements/check_machine.py
 """
 
 import ctypes
+import os
 import shutil
 import sys
 import sysconfig
@@ -22,9 +23,9 @@ def missing():
         ctypes.CDLL("libnuma.so.1")
     except OSError:
         yield "libnuma.so.1 (libnuma1): vLLM on CPU loads it"
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
         yield "a C compiler (gcc): it builds the kernels"
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
         yield "a C++ compiler (g++): vLLM on CPU compiles the model with it"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         yield "Python.h (python3-dev): so does vLLM with this"

@@ -80,34 +80,43 @@ def test_whole_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [17, 40, 80, 160])
-@pytest.mark.parametrize("by_head", [True, False])
 @pytest.mark.parametrize("option", ["read", "merge"])
-def test_what_the_next_token_reads_of_a_prompt(dtype, num_tokens, by_head, option):
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("num_tokens", [17, 40, 80, 160])
+def test_what_the_next_token_finds_of_a_prompt(dtype, option, by_head, num_tokens):
     """A page's bound is there when the prompt is, and keys' lengths are."""
+    check_next_token(dtype, option, by_head, num_tokens, PROMPT, num_tokens - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("option", ["read", "merge"])
+def test_what_the_next_token_finds_when_heads_have_parted(dtype, option):
+    check_next_token(dtype, option, True, BUDGET, TABLE, BUDGET)
+
+
+def check_next_token(dtype, option, by_head, num_tokens, source, position):
     sinks = 4 if by_head else 0  # one page to choose in that of 3 blocks; two
-    value = 0.3 if option == "read" else True
-    params = params_of(mean=True, sinks=sinks, **{option: value})
+    params = params_of(
+        mean=True, sinks=sinks, **{option: 0.3 if option == "read" else True}
+    )
     config = H2OConfig(sinks=sinks, pooling=3)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 9, 64, generator=generator).to(dtype)
     key, value = torch.randn(2, 1, 3, 64, generator=generator).to(dtype)
-    position = torch.tensor([num_tokens])
-    rows = ResidentRows(TABLE[None], position, torch.tensor([num_tokens // 2]))
+    first_query = torch.tensor([num_tokens // 2])
+    rows = ResidentRows(TABLE[None], torch.tensor([num_tokens]), first_query)
     results = []
     for kernel in (reference, cpu):
         layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
-        kernel.transition(
-            layers, PROMPT, TABLE, num_tokens - 1, num_tokens // 2, config
-        )
-        outputs = [torch.full_like(query, float("nan")) for _ in layers]
-        for layer, output in zip(layers, outputs, strict=True):
+        kernel.transition(layers, source, TABLE, position, num_tokens // 2, config)
+        found = [torch.full_like(query, float("nan")) for _ in layers]
+        for layer, output in zip(layers, found, strict=True):
             kernel.decode_resident(
                 query, key, value, layer.pages, rows, layer.params, output
             )
         if option == "merge":
-            outputs += [layer.pages.values[TABLE.long()].flatten() for layer in layers]
-            outputs += [layer.pages.thresholds[TABLE.long()] for layer in layers]
-        results.append(torch.cat([output.float().flatten() for output in outputs]))
+            found += [layer.pages.values[TABLE.long()] for layer in layers]
+            found += [layer.pages.thresholds[TABLE[0]] for layer in layers]
+        results.append(torch.cat([part.float().flatten() for part in found]))
     tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
     torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance / 4)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_h2o.policy.layout import state_bytes
+from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.methods import State
 
 SCORE = ("score",)
@@ -66,9 +66,8 @@ class Pages:
         page_stride = kv_cache.stride(0) * item
         content = num_kv_heads * block_size * double_head * item
         assert kv_cache[0].is_contiguous(), "KV heads of a page are not contiguous"
-        needed = content + state_bytes(
-            num_kv_heads, block_size, len(fields), page_floats=merges
-        )
+        floats = floats_of_page(head_size, block_size, False, merges)
+        needed = content + state_bytes(num_kv_heads, block_size, len(fields), floats)
         assert page_stride >= needed, (
             f"a page of {page_stride} bytes has no room for {fields}: "
             "the layer's KV cache spec is not H2O's"

@@ -39,7 +39,9 @@ class H2OAttentionSpec(FullAttentionSpec):
         # A page ends with the state of its slots. vLLM's own page padding keeps it
         # out of the view that stock kernels get.
         num_fields = len(self.h2o.method.fields)
-        page_floats = floats_of_page(self.h2o, self.head_size, self.block_size)
+        page_floats = floats_of_page(
+            self.head_size, self.block_size, self.h2o.reads_part, self.h2o.merges
+        )
         needed = self.unpadded_page_size_bytes + state_bytes(
             self.num_kv_heads, self.block_size, num_fields, page_floats
         )

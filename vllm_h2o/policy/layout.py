@@ -148,7 +148,9 @@ def state_bytes(
     return num_kv_heads * 4 * (block_size * (num_fields + 1) + page_floats)
 
 
-def floats_of_page(config: H2OConfig, head_size: int, block_size: int) -> int:
+def floats_of_page(
+    head_size: int, block_size: int, reads_part: bool, merges: bool
+) -> int:
     """What a KV head keeps of a page for the policy's options.
 
     Where queries read a part of the pages this is a bound of its keys (`[head_size]`,
@@ -156,8 +158,7 @@ def floats_of_page(config: H2OConfig, head_size: int, block_size: int) -> int:
     inverse length of each key, which the C kernel compares with, and a threshold that
     takes a whole cache line, or the next page would begin within one.
     """
-    merging = (block_size + _CACHE_LINE_FLOATS) * config.merges
-    return head_size * config.reads_part + merging
+    return head_size * reads_part + (block_size + _CACHE_LINE_FLOATS) * merges
 
 
 def first_observer(config: H2OConfig, prefill_end: int) -> int:

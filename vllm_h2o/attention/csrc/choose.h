@@ -89,10 +89,10 @@ static float h2o_highest_at(const float *values, int64_t count, int64_t rank,
     return h2o_quickselect(scratch, n, rank);
 }
 
-/* Positions of the `count` highest values, ascending, ties to the lower position. */
+/* Positions of the `count` highest values, of which `lowest` is the lowest, ascending,
+ * ties to the lower position. */
 static void h2o_heaviest(const float *values, int64_t length, int64_t count,
-                         float *scratch, int64_t *positions) {
-    const float lowest = h2o_highest_at(values, length, count, scratch);
+                         float lowest, int64_t *positions) {
     int64_t room = count, n = 0;
     for (int64_t t = 0; t < length; ++t) room -= values[t] > lowest;
     for (int64_t t = 0; n < count; ++t) {
@@ -125,7 +125,8 @@ static void h2o_choose_head(const h2o_transition_args *c, int64_t head, float *s
     h2o_comparable(c, c->scores + head * n, visible, values);
     h2o_pool(values, visible, reach, pooled, ring_start);
     for (int64_t t = 0; t < c->target.pinned_slots; ++t) pooled[t] = INFINITY;
-    h2o_heaviest(pooled, ring_start, heavy, pooled + n, positions);
+    const float lowest = h2o_highest_at(pooled, ring_start, heavy, pooled + n);
+    h2o_heaviest(pooled, ring_start, heavy, lowest, positions);
 }
 
 int h2o_choose(const h2o_transition_args *c, int64_t num_layers) {

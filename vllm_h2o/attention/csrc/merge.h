@@ -3,6 +3,8 @@
  * Formula and reference: vllm_h2o/policy/merging.py::merged, for one lost token. The
  * pass over K that the queries need anyway finds the nearest key: the lost one, of
  * length 1, is one more query, and a slot keeps the inverse length of its own.
+ * Difference: keys with NaN are passed over, where the reference's threshold is NaN
+ * from then on.
  */
 
 static inline float FN(inverse_norm)(const h2o_decode_args *a, FN(page) page,
@@ -45,9 +47,10 @@ static inline void FN(find_nearest)(float *dots, const float *inverse_norm,
 static inline void FN(merge)(const h2o_decode_args *a, FN(page) first,
                              const h2o_lost *lost) {
     const int64_t hs = a->head_size;
+    if (!lost->nearest) return; /* all keys have NaN */
     const float least = *first.threshold, u = lost->cosine;
     *first.threshold = least == -INFINITY ? u : least + H2O_NEWEST_SHARE * (u - least);
-    if (!(u >= least) || !lost->nearest) return; /* NULL: every key has NaN */
+    if (!(u >= least)) return;
     const float one = expf(1.0f), weight = expf(u);
     ELEM *value = lost->nearest;
     for (int64_t d = 0; d < hs; ++d) {

@@ -3,6 +3,7 @@
  * Formula and reference: vllm_h2o/policy/reading.py::pages_read, with its ties. A page's
  * bound, highest and lowest key by element, lies in the page and is made anew when a
  * token enters it, from all of its keys: that reads one page of a step's many.
+ * Difference: a bound passes over keys with NaN, for which the reference's is NaN.
  */
 
 /* Of the page's first `held` slots. */
@@ -69,7 +70,11 @@ static inline int64_t FN(list_pages)(const h2o_decode_args *a, const h2o_slots *
     const int64_t chosen = (int64_t)ceil(rint(a->read * others * 1e9) / 1e9);
     float *bounds = scratch + a->head_size;
     FN(bounds_of)(a, r, pages, query, group, scratch, bounds);
-    h2o_heaviest(bounds, others, chosen, bounds + others, list + pages.first);
+    if (chosen) {
+        float *copy = memcpy(bounds + others, bounds, others * sizeof(float));
+        const float lowest = h2o_quickselect(copy, others, chosen);
+        h2o_heaviest(bounds, others, chosen, lowest, list + pages.first);
+    }
     n = pages.first + chosen;
     for (int64_t i = pages.first; i < n; ++i) list[i] += pages.first;
     for (int64_t b = pages.end; b < num_blocks; ++b) list[n++] = b;

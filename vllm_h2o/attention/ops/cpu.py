@@ -28,7 +28,7 @@ from vllm_h2o.attention.ops import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import state_bytes
+from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.methods import State
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
@@ -165,15 +165,12 @@ def transition(
     if not layers[0].params.merge:
         compress(layers, source_blocks, target_blocks, choice)
         return
-    chosen = [Chosen(*tokens) for tokens in choice.tokens.unbind(1)]
-    merges = [
-        reference.merge_dropped(layer.pages, source_blocks, kept, layer.state)
-        for layer, kept in zip(layers, chosen, strict=True)
-    ]
-    compress(layers, source_blocks, target_blocks, choice)
-    for layer, kept, mine in zip(layers, chosen, merges, strict=True):
+    for i, layer in enumerate(layers):  # one at a time: merged values take memory
+        pages, chosen = layer.pages, Chosen(*choice.tokens[:, i])
+        merges = reference.merge_dropped(pages, source_blocks, chosen, layer.state)
+        compress([layer], source_blocks, target_blocks, choice.of_layer(i))
         reference.put_merged(
-            layer.pages, target_blocks, position, kept, mine, layer.params
+            pages, target_blocks, position, chosen, merges, layer.params
         )
 
 
@@ -191,6 +188,11 @@ class Choice:
     tokens: torch.Tensor
     row: torch.Tensor
     args: ctypes.Array[_TransitionArgs]
+
+    def of_layer(self, i: int) -> Choice:
+        """The choice of one layer alone."""
+        args = (_TransitionArgs * 1)(self.args[i])
+        return Choice(self.tokens[:, i : i + 1], self.row, args)
 
 
 def choose(
@@ -362,7 +364,7 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
     )
     assert not (params.merge and (params.read < 1.0 or layout.whole_blocks))
     _, num_kv_heads, head_size, block_size = pages.keys.shape
-    floats = head_size * (params.read < 1.0) + (block_size + 1) * params.merge
+    floats = floats_of_page(head_size, block_size, params.read < 1.0, params.merge)
     needed = state_bytes(num_kv_heads, block_size, page_floats=floats)
     assert pages.page_stride >= pages.state_offset + needed, "a page is too small"
     if heads is not None:

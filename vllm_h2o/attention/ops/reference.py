@@ -19,7 +19,7 @@ from vllm_h2o.attention.ops.types import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.merging import merged
+from vllm_h2o.policy.merging import NO_THRESHOLD, merged
 from vllm_h2o.policy.methods import Queries, State
 from vllm_h2o.policy.probabilities import tiles
 from vllm_h2o.policy.reading import pages_read
@@ -147,7 +147,7 @@ def compress(
 
 def merge_dropped(
     pages: Pages, source_blocks: torch.Tensor, chosen: Chosen, state: State
-) -> list[tuple[torch.Tensor, float]]:
+) -> list[tuple[torch.Tensor | None, float]]:
     """What each KV head makes of the values it keeps and of those it drops.
 
     Args:
@@ -157,13 +157,16 @@ def merge_dropped(
         state: See `ScoredLayer`; says how many tokens there are.
 
     Returns:
-        By head the new values `[n, head_size]` of its n chosen tokens and its
-        threshold, see `vllm_h2o.policy.merging`.
+        By head the new values `[n, head_size]` of its n chosen tokens, None where it
+        drops none, and its threshold, see `vllm_h2o.policy.merging`.
     """
     blocks, everyone = source_blocks.long(), torch.arange(state["score"].shape[1])
-    merges = []
+    merges: list[tuple[torch.Tensor | None, float]] = []
     for head, positions in enumerate(chosen.positions):
         kept = positions[positions >= 0]
+        if len(kept) == len(everyone):
+            merges.append((None, NO_THRESHOLD))
+            continue
         dropped = everyone[~torch.isin(everyone, kept)]
         tokens = [
             part.float()
@@ -180,7 +183,7 @@ def put_merged(
     target_blocks: torch.Tensor,
     position: int,
     chosen: Chosen,
-    merges: list[tuple[torch.Tensor, float]],
+    merges: list[tuple[torch.Tensor | None, float]],
     params: DecodeParams,
 ) -> None:
     """Overwrite the values of what was chosen; arguments as of `compress`."""
@@ -189,8 +192,9 @@ def put_merged(
     )
     for head, (values, threshold) in enumerate(merges):
         target = _Resident(pages, rows, 0, head, params)
-        slots = chosen.slots[head]
-        target.put("values", slots[slots >= 0], values.to(pages.values.dtype))
+        if values is not None:
+            slots = chosen.slots[head]
+            target.put("values", slots[slots >= 0], values.to(pages.values.dtype))
         thresholds, at = target.threshold()
         thresholds[at] = threshold
 
