@@ -16,7 +16,7 @@ from vllm_h2o.policy.profile import FILE_NAME
 
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROFILE = Path(__file__).parent / "profiles" / "smollm2-135m-instruct.json"
-"""Its head profile, see `benchmarks/quality/calibration.py`."""
+"""Its head profile, measured on texts of the kinds that the quality grid reads."""
 
 
 def ensure_model() -> Path:

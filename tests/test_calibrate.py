@@ -1,14 +1,17 @@
 """The head profile is measured, not made up: on a tiny model it is what it must be."""
 
-import sys
+import random
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.smollm2 import ensure_model
-from vllm_h2o.calibrate import main, measure
+from tests.engine.helpers import engine
+from tests.engine.tiny_models import save_reading_llama
+from tests.reference.heads_by_transformers import measure
+from vllm_h2o.calibrate import main
 from vllm_h2o.policy.errors import GRID_SHARES, OBSERVED, SINKS
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 LENGTH = 2 * OBSERVED + 64
 
@@ -70,19 +73,65 @@ def test_texts_must_be_long_and_alike():
         measure(model_of(), [text()[:40]], "tiny")
 
 
-def run_main(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["calibrate", *map(str, arguments)])
+def refused(capsys, *arguments):
+    """What is said on stderr before any engine starts; all of what is said."""
     with pytest.raises(SystemExit):
-        main()
-
-
-def test_short_texts_are_named(monkeypatch, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("A few words.")
-    run_main(monkeypatch, ensure_model(), "--texts", tmp_path / "a.txt")
+        main([str(argument) for argument in arguments])
     said = capsys.readouterr()
-    assert "a.txt has" in said.out and "give longer texts" in said.err
+    return said.err.splitlines()[-1], said.out
 
 
-def test_a_name_on_the_hub_needs_an_output(monkeypatch, tmp_path, capsys):
-    run_main(monkeypatch, "some/model", "--texts", tmp_path / "a.txt")
-    assert "--output FILE" in capsys.readouterr().err
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_reading_llama(tmp_path_factory.mktemp("llama"))
+
+
+def test_short_texts_are_named(llama, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("A few words.")
+    error, said = refused(capsys, llama, "--texts", tmp_path / "a.txt")
+    assert "a.txt has" in said and "give longer texts" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--context", "100"], "--context is 100: use 512 to 2048, or longer --texts"),
+        (["--context", "4096"], "--context is 4096: use 512 to 2048"),
+        (["--context", "100", "--texts", "a.txt"], "use 512 or more"),
+        (["--kv-policy", "h2o"], "--kv-policy is 'h2o': drop it"),
+        (["--h2o-read", "20%"], "--h2o-read is '20%': drop it"),
+        (["--max-model-len", "4096"], "--max-model-len is 4096: drop it"),
+    ],
+)
+def test_bad_options_are_named(llama, capsys, arguments, complaint):
+    assert complaint in refused(capsys, llama, *arguments)[0]
+
+
+def test_a_name_on_the_hub_needs_an_output(capsys):
+    assert "--output FILE" in refused(capsys, "some/model")[0]
+
+
+@pytest.mark.engine
+def test_the_command_measures_what_transformers_do(llama, tmp_path, capsys):
+    """Texts of a user's; an engine that serves then finds the profile."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = "the king counted his gold and the queen her sheep while it rained".split()
+    shuffled, paths = random.Random(0), [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in paths:
+        path.write_text(" ".join(shuffled.choices(words, k=1500)))
+    command = [llama, "--texts", *paths, "--context", 640, "--dtype", "float32"]
+    main([str(argument) for argument in command])
+    assert f"wrote the profile to {llama / FILE_NAME}" in capsys.readouterr().out
+    found = HeadProfile.load(llama / FILE_NAME)
+    assert found.measured_on == "2 texts of 640 tokens, read by an engine"
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    texts = [tokenizer.encode(path.read_text())[:640] for path in paths]
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    expected = measure(model, texts, "tiny")
+    assert (found.grid_tokens, found.context_tokens) == (expected.grid_tokens, 640)
+    errors = (torch.tensor(profile.errors) for profile in (found, expected))
+    torch.testing.assert_close(*errors, rtol=0.02, atol=1e-7)
+    with engine(llama, kv_policy="h2o", h2o_budget=256, max_model_len=1024) as llm:
+        (in_force,) = llm.collective_rpc("h2o_profile")
+    assert in_force == found

@@ -1,186 +1,115 @@
 """Measure a model's head profile: which KV heads need how much of the past.
 
-    python -m vllm_h2o.calibrate path/to/model --texts a.txt b.txt
+    python -m vllm_h2o.calibrate path/to/model [--texts a.txt b.txt] [vLLM's options]
 
-Runs on transformers, without vLLM, once per model; no training. For every KV head
-of every full-attention layer and every budget of a grid: the errors of
-`vllm_h2o.policy.errors`, over the squared norm of the residual stream after the layer.
-`vllm_h2o.policy.profile.allocate` spends budgets by it. Write it next to the model's
-weights (the default) and `--h2o-head-budgets auto` finds it.
+Starts an engine, and so measures any model that vLLM loads; takes vLLM's options for
+the model and its workers (--dtype, --quantization, --tensor-parallel-size). Without
+--texts it reads the package's own, as `--h2o-head-budgets measure` does. The profile
+goes next to the model's weights (the default), where `auto` finds it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_h2o.policy.errors import OBSERVED, grid_of, head_errors
+from vllm_h2o.plugin.calibration import FEWEST_TOKENS
+from vllm_h2o.plugin.texts import MOST_TOKENS
+from vllm_h2o.policy.config import UNIFORM
+from vllm_h2o.policy.presets import OPTION_NAMES
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
-CONTEXT_TOKENS = 2560
-_ATTENTION = "h2o_calibration"
 
-
-@dataclass
-class _Layer:
-    """What is collected of one layer."""
-
-    changes: torch.Tensor | None = None
-    errors: list[torch.Tensor] = field(default_factory=list)
-
-
-class _Measurement:
-    """Errors of every KV head while a model reads."""
-
-    def __init__(self, grid: Sequence[int]) -> None:
-        self.grid = grid
-        self.layers: dict[int, _Layer] = {}
-
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """A transformers attention function, `[1, heads, n, head_size]` each."""
-        group = query.shape[1] // key.shape[1]
-        n = query.shape[2]
-        output = torch.empty_like(query)
-        layer = self.layers.setdefault(module.layer_idx, _Layer())
-        layer.changes = None
-        hidden = _hidden(n, sliding_window)
-        for head in range(key.shape[1]):
-            heads = slice(head * group, (head + 1) * group)
-            logits = query[0, heads] @ key[0, head].T * scaling
-            if softcap:
-                logits = softcap * torch.tanh(logits / softcap)
-            probs = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-            output[0, heads] = probs @ value[0, head]
-        if not sliding_window:
-            weight = _output_weight(module).T.unflatten(0, (key.shape[1], -1))
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            gram = weight @ weight.transpose(1, 2)
-            layer.changes = head_errors(
-                q, k, v, gram, scaling, softcap or 0.0, self.grid
-            )
-        return output.transpose(1, 2), None
-
-    def after_layer(self, index: int, output: Any) -> None:
-        """Relate the changes to the residual stream that the layer leaves."""
-        stream = output[0] if isinstance(output, tuple) else output
-        norm = stream[0, -OBSERVED:].float().pow(2).sum(dim=-1)
-        layer = self.layers.get(index)  # None: not attention
-        if layer is not None and layer.changes is not None:
-            layer.errors.append((layer.changes / norm).mean(dim=-1))
-
-
-def _output_weight(module: Any) -> torch.Tensor:
-    """`[hidden, num_heads * head_size]` of an attention module's last projection."""
-    for name in ("o_proj", "out_proj", "dense"):
-        if isinstance(found := getattr(module, name, None), torch.nn.Linear):
-            return found.weight
-    raise ValueError(
-        f"{type(module).__name__} has no output projection that is known here: this "
-        "model can not be calibrated, use --h2o-head-budgets uniform"
-    )
-
-
-def _hidden(n: int, sliding_window: int | None) -> torch.Tensor:
-    """`[n, n]` bool: the keys that a query must not see."""
-    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
-    if sliding_window:
-        hidden |= torch.ones(n, n, dtype=torch.bool).tril(-sliding_window)
-    return hidden
-
-
-@torch.no_grad()
-def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfile:
-    """Measure a profile.
-
-    Args:
-        model: A transformers causal language model on the CPU, float32. Its
-            attention is replaced and its layers get hooks, for good: load another
-            copy for other work.
-        texts: Token ids, all of one length, more than `2 * OBSERVED`.
-        name: Of the model, for the profile's `measured_on`.
-
-    Raises:
-        ValueError: No texts, texts too short or of several lengths.
-    """
-    from transformers import AttentionInterface
-
-    lengths = {len(text) for text in texts}
-    if len(lengths) != 1 or min(lengths) <= 2 * OBSERVED:
-        raise ValueError(
-            f"texts have {sorted(lengths)} tokens: give texts of one length, "
-            f"more than {2 * OBSERVED} tokens"
-        )
-    (length,) = lengths
-    grid = grid_of(length)
-    measurement = _Measurement(grid)
-    AttentionInterface.register(_ATTENTION, measurement.attend)
-    model.set_attn_implementation(_ATTENTION)
-    for index, layer in enumerate(model.get_decoder().layers):
-        layer.register_forward_hook(
-            lambda _, __, output, index=index: measurement.after_layer(index, output)
-        )
-    for text in texts:
-        model(input_ids=torch.tensor([list(text)]), use_cache=False, logits_to_keep=1)
-    evicting = [layer.errors for _, layer in sorted(measurement.layers.items())]
-    errors = [
-        torch.stack(per_text).mean(dim=0).tolist() for per_text in evicting if per_text
-    ]
-    rounded = [
-        [[float(f"{e:.4g}") for e in head] for head in layer] for layer in errors
-    ]
-    source = f"{name}, {len(texts)} texts of {length} tokens"
-    return HeadProfile(grid, rounded, source, length)
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description="Measure which KV heads of a model need how much of the past."
-    )
-    parser.add_argument("model", type=Path, help="folder of a transformers model")
-    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="files")
-    parser.add_argument("--context", type=int, default=CONTEXT_TOKENS, help="tokens")
-    parser.add_argument("--output", type=Path, help=f"default: MODEL/{FILE_NAME}")
-    args = parser.parse_args()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    parser = _parser()
+    args = parser.parse_args(argv)
+    output = _output(parser, args)
+    _check(parser, args)
+    args.model = args.model_tag
+    engine_args = EngineArgs.from_cli_args(args)
+    texts = _texts(parser, args, engine_args)
+    ours = {
+        "kv_policy": "h2o",
+        "h2o_budget": "50%",  # nothing is generated, but short texts need two blocks
+        "h2o_head_budgets": UNIFORM,
+        "max_model_len": args.context,
+        "max_num_batched_tokens": args.context,
+        "enforce_eager": True,
+    }
+    llm = LLM(**(vars(engine_args) | ours))
+    first, *_ = llm.collective_rpc("h2o_measure", args=(texts, args.context))
+    profile = HeadProfile(**first)
+    llm.llm_engine.engine_core.shutdown()
+    profile.save(output)
+    print(f"H2O measured {profile.measured_on}, and wrote the profile to {output}")
 
-    if not args.model.is_dir() and args.output is None:
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlexibleArgumentParser(
+        prog="python -m vllm_h2o.calibrate",
+        description="Measure which KV heads of a model need how much of the past.",
+    )
+    parser.add_argument("model_tag", metavar="MODEL", help="folder, or name on the hub")
+    parser.add_argument(
+        "--texts", type=Path, nargs="+", help="files to read; default: the package's"
+    )
+    parser.add_argument(
+        "--context", type=int, default=MOST_TOKENS, help="tokens of a text"
+    )
+    parser.add_argument("--output", type=Path, help=f"default: MODEL/{FILE_NAME}")
+    return EngineArgs.add_cli_args(parser)
+
+
+def _output(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Path:
+    if args.output is None and not Path(args.model_tag).is_dir():
         parser.error(
-            f"{args.model} is no folder to write {FILE_NAME} into: give --output FILE, "
-            "and that file to the engine by --h2o-head-budgets FILE"
+            f"{args.model_tag} is no folder to write {FILE_NAME} into: give --output "
+            "FILE, and that file to the engine by --h2o-head-budgets FILE"
         )
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    read = {path: tokenizer(path.read_text())["input_ids"] for path in args.texts}
-    texts = [ids[: args.context] for ids in read.values() if len(ids) >= args.context]
-    for path, ids in read.items():
-        if len(ids) < args.context:
+    return args.output or Path(args.model_tag) / FILE_NAME
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what this command sets itself, and texts of a length that can not be."""
+    ours = ["kv_policy", "enable_h2o", *(f"h2o_{name}" for name in OPTION_NAMES)]
+    for name in (*ours, "max_model_len", "max_num_batched_tokens"):
+        given = getattr(args, name)
+        if given != parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} is {given!r}: drop it, this command has its own")
+    most = MOST_TOKENS if args.texts is None else None
+    if args.context < FEWEST_TOKENS or (most and args.context > most):
+        upto = f" to {most}, or longer --texts of your own" if most else " or more"
+        parser.error(f"--context is {args.context}: use {FEWEST_TOKENS}{upto}")
+
+
+def _texts(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, engine_args: Any
+) -> list[list[int]] | None:
+    """Token ids of the user's texts, each of --context tokens; None: the package's."""
+    if args.texts is None:
+        return None
+    tokenizer = cached_tokenizer_from_config(engine_args.create_model_config())
+    texts = []
+    for path in args.texts:
+        ids = list(tokenizer.encode(path.read_text("utf-8")))
+        if len(ids) >= args.context:
+            texts.append(ids[: args.context])
+        else:
             print(f"left out: {path} has {len(ids)} tokens, less than --context")
     if not texts:
         parser.error(
             f"--texts: no file has {args.context} tokens: give longer texts or a "
             "smaller --context"
         )
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    output = args.output or args.model / FILE_NAME
-    measure(model, texts, args.model.name).save(output)
-    print(f"{len(texts)} texts measured, profile written to {output}")
+    return texts
 
 
 if __name__ == "__main__":

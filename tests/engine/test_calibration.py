@@ -16,7 +16,7 @@ from tests.engine.tiny_models import (
     save_llama,
     save_reading_llama,
 )
-from vllm_h2o.calibrate import measure
+from tests.reference.heads_by_transformers import measure
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.plugin import calibration, head_profiles
 from vllm_h2o.plugin.calibration import seeded_texts

@@ -8,7 +8,7 @@ alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,21 +108,25 @@ class LoadedModel:
 
 
 def measure(
-    model: LoadedModel, text_tokens: int, seconds: float = float("inf")
+    model: LoadedModel,
+    texts: Sequence[list[int]],
+    kind: str,
+    seconds: float = float("inf"),
 ) -> HeadProfile:
     """Measure the profile of a model whose weights are loaded.
 
     Args:
         model: The model.
-        text_tokens: Tokens of a text, at least `FEWEST_TOKENS`.
+        texts: Token ids, all of one length, at least `FEWEST_TOKENS`; on all ranks the
+            same.
+        kind: What these are, for the profile's `measured_on`.
         seconds: No text is begun that would not be read within them, but the first.
 
     Raises:
         ValueError: The model's modules are not those that its layers should have, or
             what was measured is of no use.
     """
-    start, per_text = time.perf_counter(), []
-    texts, kind = texts_to_read(model.vllm_config.model_config, text_tokens)
+    start, per_text, length = time.perf_counter(), [], len(texts[0])
     first = get_tensor_model_parallel_rank() == 0
     num_kv_heads = model.vllm_config.model_config.get_total_num_kv_heads()
     for ids in tqdm(texts, desc="H2O reads", unit="text", disable=not first):
@@ -137,8 +141,8 @@ def measure(
         [[float(f"{e:.4g}") for e in head] for head in layer]
         for layer in errors.tolist()
     ]
-    source = f"{len(per_text)} texts of {text_tokens} {kind}, read by an engine"
-    return HeadProfile(grid_of(text_tokens), rounded, source, text_tokens)
+    source = f"{len(per_text)} texts of {length} {kind}, read by an engine"
+    return HeadProfile(grid_of(length), rounded, source, length)
 
 
 def answers(model: LoadedModel) -> list[float]:

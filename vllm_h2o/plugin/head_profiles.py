@@ -25,6 +25,7 @@ from vllm_h2o.plugin.calibration import (
     longest_step,
     measure,
     of_first_rank,
+    texts_to_read,
 )
 from vllm_h2o.plugin.texts import MOST_TOKENS
 from vllm_h2o.plugin.validate import has_other_attention
@@ -89,7 +90,8 @@ def profile_at_startup(model: LoadedModel) -> HeadProfile | None:
 
 def _measured_as_asked(model: LoadedModel) -> HeadProfile:
     try:
-        profile = measure(model, _asked_tokens(model.vllm_config))
+        tokens = _asked_tokens(model.vllm_config)
+        profile = measure(model, *texts_to_read(model.vllm_config.model_config, tokens))
         if _uses_cache():
             _keep(answers(model), profile)
         return profile
@@ -160,7 +162,8 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
             MOST_SECONDS, _OFFLINE,
         )  # fmt: skip
         return None
-    profile = measure(model, tokens, MOST_SECONDS)
+    texts = texts_to_read(model.vllm_config.model_config, tokens)
+    profile = measure(model, *texts, seconds=MOST_SECONDS)
     _keep(mine, profile)
     return profile
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
-from vllm_h2o.plugin.calibration import LoadedModel
+from vllm_h2o.plugin.calibration import LoadedModel, measure, texts_to_read
 from vllm_h2o.plugin.head_profiles import profile_at_startup
 from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.validate import (
@@ -106,9 +107,9 @@ class H2OWorker(_Stock):
             for name, spec in self.get_kv_cache_spec().items()
             if type(spec) is H2OAttentionSpec
         }
-        model = LoadedModel(self.vllm_config, self.model_runner, evicting)
+        self._loaded = LoadedModel(self.vllm_config, self.model_runner, evicting)
         start = time.perf_counter()
-        self._profile = profile_at_startup(model)
+        self._profile = profile_at_startup(self._loaded)
         remember(self.vllm_config, self._profile)
         if self._profile is not None:
             logger.info_once(
@@ -119,6 +120,21 @@ class H2OWorker(_Stock):
     def h2o_profile(self) -> HeadProfile | None:
         """The head profile in force; called by RPC."""
         return profile_of(self.vllm_config)
+
+    def h2o_measure(self, texts: list[list[int]] | None, length: int) -> dict[str, Any]:
+        """Measure the heads; called by RPC, by `vllm_h2o.calibrate`.
+
+        Args:
+            texts: Token ids, all of one length; None: the package's texts.
+            length: Of those, in tokens.
+
+        Returns:
+            The fields of a `HeadProfile`, on all ranks the same.
+        """
+        kind = "tokens"
+        if texts is None:
+            texts, kind = texts_to_read(self.vllm_config.model_config, length)
+        return asdict(measure(self._loaded, texts, kind))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""

@@ -1,8 +1,6 @@
 """The texts that an engine reads to measure its heads.
 
-Those in files are in the public domain: the beginnings of an English and of a Spanish
-Bible (`narrative-en`, the World English Bible; `narrative-es`, Reina-Valera 1909).
-`benchmarks/make_texts.py` has cut them.
+Those in files are in the public domain, see SOURCES.md.
 The others are sources of this package, and lines that are made up here: a log, and
 facts that are asked for later, so that heads which look things up show themselves.
 """

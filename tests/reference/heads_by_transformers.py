@@ -1,0 +1,141 @@
+"""A model's head profile, measured on transformers: the oracle of an engine's.
+
+For every KV head of every full-attention layer and every budget of a grid: the errors
+of `vllm_h2o.policy.errors`, over the squared norm of the stream after the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_h2o.policy.errors import OBSERVED, grid_of, head_errors
+from vllm_h2o.policy.profile import HeadProfile
+
+_ATTENTION = "h2o_calibration"
+
+
+@dataclass
+class _Layer:
+    """What is collected of one layer."""
+
+    changes: torch.Tensor | None = None
+    errors: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Measurement:
+    """Errors of every KV head while a model reads."""
+
+    def __init__(self, grid: Sequence[int]) -> None:
+        self.grid = grid
+        self.layers: dict[int, _Layer] = {}
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """A transformers attention function, `[1, heads, n, head_size]` each."""
+        group = query.shape[1] // key.shape[1]
+        n = query.shape[2]
+        output = torch.empty_like(query)
+        layer = self.layers.setdefault(module.layer_idx, _Layer())
+        layer.changes = None
+        hidden = _hidden(n, sliding_window)
+        for head in range(key.shape[1]):
+            heads = slice(head * group, (head + 1) * group)
+            logits = query[0, heads] @ key[0, head].T * scaling
+            if softcap:
+                logits = softcap * torch.tanh(logits / softcap)
+            probs = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+            output[0, heads] = probs @ value[0, head]
+        if not sliding_window:
+            weight = _output_weight(module).T.unflatten(0, (key.shape[1], -1))
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            gram = weight @ weight.transpose(1, 2)
+            layer.changes = head_errors(
+                q, k, v, gram, scaling, softcap or 0.0, self.grid
+            )
+        return output.transpose(1, 2), None
+
+    def after_layer(self, index: int, output: Any) -> None:
+        """Relate the changes to the residual stream that the layer leaves."""
+        stream = output[0] if isinstance(output, tuple) else output
+        norm = stream[0, -OBSERVED:].float().pow(2).sum(dim=-1)
+        layer = self.layers.get(index)  # None: not attention
+        if layer is not None and layer.changes is not None:
+            layer.errors.append((layer.changes / norm).mean(dim=-1))
+
+
+def _output_weight(module: Any) -> torch.Tensor:
+    """`[hidden, num_heads * head_size]` of an attention module's last projection."""
+    for name in ("o_proj", "out_proj", "dense"):
+        if isinstance(found := getattr(module, name, None), torch.nn.Linear):
+            return found.weight
+    raise ValueError(
+        f"{type(module).__name__} has no output projection that is known here: this "
+        "model can not be calibrated, use --h2o-head-budgets uniform"
+    )
+
+
+def _hidden(n: int, sliding_window: int | None) -> torch.Tensor:
+    """`[n, n]` bool: the keys that a query must not see."""
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    if sliding_window:
+        hidden |= torch.ones(n, n, dtype=torch.bool).tril(-sliding_window)
+    return hidden
+
+
+@torch.no_grad()
+def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfile:
+    """Measure a profile.
+
+    Args:
+        model: A transformers causal language model on the CPU, float32. Its
+            attention is replaced and its layers get hooks, for good: load another
+            copy for other work.
+        texts: Token ids, all of one length, more than `2 * OBSERVED`.
+        name: Of the model, for the profile's `measured_on`.
+
+    Raises:
+        ValueError: No texts, texts too short or of several lengths.
+    """
+    from transformers import AttentionInterface
+
+    lengths = {len(text) for text in texts}
+    if len(lengths) != 1 or min(lengths) <= 2 * OBSERVED:
+        raise ValueError(
+            f"texts have {sorted(lengths)} tokens: give texts of one length, "
+            f"more than {2 * OBSERVED} tokens"
+        )
+    (length,) = lengths
+    grid = grid_of(length)
+    measurement = _Measurement(grid)
+    AttentionInterface.register(_ATTENTION, measurement.attend)
+    model.set_attn_implementation(_ATTENTION)
+    for index, layer in enumerate(model.get_decoder().layers):
+        layer.register_forward_hook(
+            lambda _, __, output, index=index: measurement.after_layer(index, output)
+        )
+    for text in texts:
+        model(input_ids=torch.tensor([list(text)]), use_cache=False, logits_to_keep=1)
+    evicting = [layer.errors for _, layer in sorted(measurement.layers.items())]
+    errors = [
+        torch.stack(per_text).mean(dim=0).tolist() for per_text in evicting if per_text
+    ]
+    rounded = [
+        [[float(f"{e:.4g}") for e in head] for head in layer] for layer in errors
+    ]
+    source = f"{name}, {len(texts)} texts of {length} tokens"
+    return HeadProfile(grid, rounded, source, length)
