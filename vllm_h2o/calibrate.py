@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     llm = LLM(**(vars(engine_args) | ours))
     first, *_ = llm.collective_rpc("h2o_measure", args=(texts, args.context))
     profile = HeadProfile(**first)
-    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown(timeout=30)
     profile.save(output)
     print(f"H2O measured {profile.measured_on}, and wrote the profile to {output}")
 

@@ -134,7 +134,7 @@ def test_auto_measures_once(llama, measured, cache, tmp_path, monkeypatch):
     assert file.exists()
 
 
-def must_not_measure(*_):
+def must_not_measure(*_, **__):
     raise AssertionError("measured what the cache has")
 
 
@@ -147,7 +147,7 @@ def test_auto_starts_where_it_can_not_measure_or_keep(
         cache.write_text("no folder")
     elif case == "hurried":
         hurried = functools.partial(calibration.measure, seconds=0.0)
-        monkeypatch.setattr(head_profiles, "measure", lambda *args: hurried(*args[:2]))
+        monkeypatch.setattr(head_profiles, "measure", lambda *args, **_: hurried(*args))
     elif case == "slow":
         monkeypatch.setattr(head_profiles, "MOST_SECONDS", 1e-9)
     else:

@@ -100,16 +100,18 @@ class H2OWorker(_Stock):
         self._find_profile()
         return super().determine_available_memory()
 
-    def _find_profile(self) -> None:
-        """Find or measure the head profile, for all that ask `profile_of` later."""
+    def _loaded_model(self) -> LoadedModel:
         evicting = {
             name: self._h2o_layers[name]
             for name, spec in self.get_kv_cache_spec().items()
             if type(spec) is H2OAttentionSpec
         }
-        self._loaded = LoadedModel(self.vllm_config, self.model_runner, evicting)
+        return LoadedModel(self.vllm_config, self.model_runner, evicting)
+
+    def _find_profile(self) -> None:
+        """Find or measure the head profile, for all that ask `profile_of` later."""
         start = time.perf_counter()
-        self._profile = profile_at_startup(self._loaded)
+        self._profile = profile_at_startup(self._loaded_model())
         remember(self.vllm_config, self._profile)
         if self._profile is not None:
             logger.info_once(
@@ -134,7 +136,7 @@ class H2OWorker(_Stock):
         kind = "tokens"
         if texts is None:
             texts, kind = texts_to_read(self.vllm_config.model_config, length)
-        return asdict(measure(self._loaded, texts, kind))
+        return asdict(measure(self._loaded_model(), texts, kind))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""
