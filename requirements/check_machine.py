@@ -1,7 +1,4 @@
-"""Say what pip can not install and this machine lacks, before anything is installed.
-
-python3 requirements/check_machine.py
-"""
+"""Say what pip can not install and this machine lacks, before anything is installed."""
 
 import ctypes
 import os

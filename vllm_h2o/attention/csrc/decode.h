@@ -137,12 +137,12 @@ static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r,
     const int64_t i = r->slot % bs;
     const float value = h2o_value(a, ring.score[i], ring.birth[i], r);
     const int wins = best.slot >= 0 && value > best.value;
-    const FN(page) heavy = wins ? FN(page_of)(a, r, best.slot / bs) : ring;
+    const FN(page) losing = wins ? FN(page_of)(a, r, best.slot / bs) : ring;
     const int64_t loser = wins ? best.slot % bs : i;
-    if (a->merges) FN(note_loss)(a, heavy, loser, lost);
+    if (a->merges) FN(note_loss)(a, losing, loser, lost);
     if (!wins) return;
-    FN(copy_token)(a, ring, i, heavy, loser);
-    if (a->read < 1.0) FN(set_bound)(a, heavy, bs);
+    FN(copy_token)(a, ring, i, losing, loser);
+    if (a->read < 1.0) FN(set_bound)(a, losing, bs);
 }
 
 static inline float FN(block_value)(const h2o_decode_args *a, const h2o_slots *r,

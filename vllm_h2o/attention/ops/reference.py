@@ -51,7 +51,7 @@ def decode_resident(
             resident.write(key[row, head], value[row, head])
             heads = slice(head * group, (head + 1) * group)
             output[row, heads] = resident.attend(query[row, heads]).to(output.dtype)
-            if lost is not None and params.merge:
+            if lost is not None:
                 resident.merge(*lost)
 
 
@@ -352,7 +352,7 @@ class _Resident:
         """Let what leaves the recent window compete with the heavy set.
 
         Returns:
-            Keys and values `[unit, head_size]` of what loses, if something does.
+            Key and value `[1, head_size]` of the token that loses, where losses merge.
         """
         layout = self.layout
         unit = layout.block_size if layout.whole_blocks else 1
@@ -361,7 +361,9 @@ class _Resident:
         within = torch.arange(unit)
         leaving = self.slot + within
         loser = self.weakest(leaving)
-        lost = self.get("keys", loser), self.get("values", loser)
+        lost = None
+        if self.params.merge:
+            lost = self.get("keys", loser), self.get("values", loser)
         if loser is not leaving:
             self.copy(leaving, loser)
         return lost
