@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_h2o.attention.ops import HeadSlots
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import LayerPlacements, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.placement import Placement
 
 
-def lent_heads(
+def placements_of(
     layers: Sequence[Pages],
     blocks: list[list[int]],
     budget_blocks: int,
-    block_size: int,
     config: H2OConfig,
-) -> list[HeadSlots]:
-    """The slots of every layer whose heads get `blocks[layer][head]`; see `lend`."""
-    pages = lend(blocks, budget_blocks)
-    return [
-        HeadSlots(
-            [SlotLayout.of_blocks(config, block_size, n) for n in mine],
-            pages[i],
-            layers,
-            i,
-        )
-        for i, mine in enumerate(blocks)
-    ]
+) -> list[LayerPlacements]:
+    """Of every layer, where its heads get `blocks[layer][head]`."""
+    size = layers[0].block_size
+    placement = Placement.of_blocks(blocks, budget_blocks, config, size)
+    return PlacementTable.of(layers, placement).parts()

@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 from vllm import _custom_ops as ops
 
-from benchmarks.heads import lent_heads
+from benchmarks.heads import placements_of
 from benchmarks.report import spread, write_json
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu
 from vllm_h2o.attention.pages import Pages
@@ -122,8 +122,8 @@ class State:
         )  # fmt: skip
         self.merging = replace(self.params, merge=True)
         blocks = _uneven_blocks(args, columns)
-        heads = lent_heads(self.layers, blocks, columns, size, config)
-        self.by_head = [replace(self.params, heads=mine) for mine in heads]
+        parts = placements_of(self.layers, blocks, columns, config)
+        self.by_head = [replace(self.params, placements=part) for part in parts]
         self.uniform = [self.params] * len(self.layers)
         # Late enough that the head with the largest budget has filled it too.
         self.position = max(2 * self.context, args.max_model_len)

@@ -112,8 +112,8 @@ def _check_choice(num_tokens: int, distinct: int, unit: str) -> None:
     params = DecodeParams(layout, 1.0, 0.0, config.method)
     if unit == "by head":
         layers = [random_pages(1, FULL, DEVICE)] * FULL.num_kv_heads
-        heads = uneven_heads(layers, FULL)
-        params = dataclasses.replace(params, heads=heads[0])
+        parts = uneven_heads(layers, FULL)
+        params = dataclasses.replace(params, placements=parts[0])
     generator = torch.Generator().manual_seed(num_tokens)
     shape = (FULL.num_kv_heads, num_tokens)
     scores = torch.randint(0, distinct, shape, generator=generator).to(DEVICE) / 4

@@ -74,10 +74,10 @@ def resident(
     ]
     params = [params_of(sizes)] * len(layers)
     if by_head:
-        slots = uneven_heads(layers, sizes)
+        parts = uneven_heads(layers, sizes)
         params = [
-            dataclasses.replace(p, heads=heads)
-            for p, heads in zip(params, slots, strict=True)
+            dataclasses.replace(p, placements=part)
+            for p, part in zip(params, parts, strict=True)
         ]
     table = torch.randperm(num_blocks, device=device).int() + 1
     scratch = DecodeScratch.allocate(

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from benchmarks.gpu.measure import microseconds
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
-from benchmarks.heads import lent_heads
-from vllm_h2o.attention.ops import DecodeParams, HeadSlots
+from benchmarks.heads import placements_of
+from vllm_h2o.attention.ops import DecodeParams
 from vllm_h2o.attention.ops.triton import choose, compress, observe
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import LayerPlacements
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
@@ -113,7 +114,7 @@ def transition(
     num_layers = sizes.num_kv_heads if by_head else 1
     layers = [random_pages(num_blocks + 1, sizes, device) for _ in range(num_layers)]
     if by_head:
-        params = dataclasses.replace(params, heads=uneven_heads(layers, sizes)[0])
+        params = dataclasses.replace(params, placements=uneven_heads(layers, sizes)[0])
     blocks = torch.randperm(num_blocks, device=device) + 1
     state = {"score": torch.rand(sizes.num_kv_heads, sizes.context, device=device)}
     last = sizes.context
@@ -126,7 +127,7 @@ def transition(
     return timed(lambda: choose(*arguments)), timed(move)
 
 
-def uneven_heads(layers: list[Pages], sizes: Sizes) -> list[HeadSlots]:
+def uneven_heads(layers: list[Pages], sizes: Sizes) -> list[LayerPlacements]:
     """Every layer of as many as there are heads has one rich head, each another.
 
     It gets what the others save of half of their budgets, in pages of all layers.
@@ -138,7 +139,7 @@ def uneven_heads(layers: list[Pages], sizes: Sizes) -> list[HeadSlots]:
     blocks = [
         [poor] * i + [rich] + [poor] * (num_heads - 1 - i) for i in range(num_heads)
     ]
-    return lent_heads(layers, blocks, common, sizes.block_size, H2OConfig())
+    return placements_of(layers, blocks, common, H2OConfig())
 
 
 def params_of(sizes: Sizes) -> DecodeParams:

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.attention.triton_state import empty_pages
-from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     choose,
@@ -30,10 +30,11 @@ from vllm_h2o.attention.ops.triton import (
     observe,
 )
 from vllm_h2o.attention.ops.triton.launch import Tuning
+from vllm_h2o.attention.placements import PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.lending import lend
 from vllm_h2o.policy.methods import Mean
+from vllm_h2o.policy.placement import Placement, lend
 
 
 class NoDevice:
@@ -77,7 +78,9 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     rows = ResidentRows(table, torch.empty(3).long(), torch.empty(3).long())
     params = DecodeParams(layout, 0.1, softcap, Mean(0.9))
     if by_head:
-        params = dataclasses.replace(params, heads=heads_of(pages, [512, 1024]))
+        params = dataclasses.replace(
+            params, placements=placements_of(pages, [512, 1024])
+        )
     decode_resident(query, key, key, pages, rows, params, query)
     blocks, state = torch.arange(4), {"score": torch.zeros(2, block_size)}
     observe(query, pages, blocks, 7, state, params)
@@ -85,11 +88,12 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     compress(pages, blocks, table[0], 0, chosen, state, params)
 
 
-def heads_of(pages, heavy):
+def placements_of(pages, heavy):
     """Budgets by head, of twice as many slots as are heavy."""
     layouts = [SlotLayout(pages.keys.shape[3], n, n, 0, False) for n in heavy]
     blocks = [layout.budget_blocks for layout in layouts]
-    return HeadSlots(layouts, lend([blocks], max(blocks))[0], [pages], 0)
+    placement = Placement([layouts], lend([blocks], max(blocks)))
+    return PlacementTable.of([pages], placement).parts()[0]
 
 
 def launch_decodes():
@@ -98,8 +102,8 @@ def launch_decodes():
     pages = empty_pages(4, 2, 128, 16, torch.bfloat16)
     sizes = ((1, 1, [512, 1024]), (6, 3, [512, 512]), (5, 16, [256, 768]))
     for num_rows, num_splits, heavy in sizes:
-        heads = heads_of(pages, heavy)
-        params = DecodeParams(layout, 0.1, 0.0, Mean(0.9), heads)
+        own = placements_of(pages, heavy)
+        params = DecodeParams(layout, 0.1, 0.0, Mean(0.9), own)
         query = torch.empty(num_rows, 8, 128, dtype=torch.bfloat16)
         key = torch.empty(num_rows, 2, 128, dtype=torch.bfloat16)
         table = torch.empty(num_rows, layout.budget_blocks, dtype=torch.int32)
@@ -120,8 +124,8 @@ def launch_prompts():
     """
     layout = SlotLayout(16, 512, 512, 0, False)
     pages = empty_pages(4, 3, 128, 16, torch.bfloat16)
-    params = DecodeParams(layout, 0.1, 0.0, Mean())
-    params = dataclasses.replace(params, heads=heads_of(pages, [256, 768, 512]))
+    own = placements_of(pages, [256, 768, 512])
+    params = DecodeParams(layout, 0.1, 0.0, Mean(), own)
     sizes = ((1025, 1, 0), (4096, 32, 1), (48, 16, 3), (1023, 32, 2))
     for num_tokens, num_queries, first in sizes:
         table = torch.zeros(2, 512, dtype=torch.int32)[1, first:]

@@ -7,18 +7,18 @@ import torch
 
 from vllm_h2o.attention.ops import (
     DecodeParams,
-    HeadSlots,
     ResidentRows,
     ScoredLayer,
     cpu,
     reference,
 )
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
-from vllm_h2o.policy.lending import lend
 from vllm_h2o.policy.merging import NO_THRESHOLD
 from vllm_h2o.policy.methods import Mean, Sum
+from vllm_h2o.policy.placement import Placement
 from vllm_h2o.policy.selection import select_residents
 
 NUM_BLOCKS = 24
@@ -176,15 +176,10 @@ def test_unsupported_shapes_are_named():
         cpu.check_supported(torch.float32, 64, 8)
 
 
-def heads_of(pages_of_layers, layer, blocks):
+def placements_of(pages_of_layers, layer, blocks):
     """Budgets by head over the pages of three layers, heads of 1 to 5 blocks."""
-    config = H2OConfig(sinks=4)
-    return HeadSlots(
-        [SlotLayout.of_blocks(config, 16, n) for n in blocks[layer]],
-        lend(blocks, 3)[layer],
-        pages_of_layers,
-        layer,
-    )
+    placement = Placement.of_blocks(blocks, 3, H2OConfig(sinks=4), 16)
+    return PlacementTable.of(pages_of_layers, placement).parts()[layer]
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -206,7 +201,7 @@ def test_budgets_by_head_equal_reference(layer, read, merge):
         layers = [pages_of(cache, params) for cache in caches]
         params = replace(
             params,
-            heads=heads_of(layers, layer, blocks),
+            placements=placements_of(layers, layer, blocks),
         )
         table = torch.tensor([[7, 3, 11]], dtype=torch.int32)
         outputs = []
@@ -237,8 +232,7 @@ def test_heads_are_chosen_for_together_as_each_alone(position):
     blocks = [[2, 5, 1, 3], [4, 1, 5, 3]]
     config = H2OConfig(sinks=4, pooling=7, score="sum")
     pages = [Pages.view(make_cache(torch.float32, 4, 64, 16)) for _ in blocks]
-    heads = heads_of(pages, 0, blocks)
-    params = replace(params_of(), heads=heads)
+    params = replace(params_of(), placements=placements_of(pages, 0, blocks))
     scores = torch.rand(4, position + 1)
     chosen = reference.choose({"score": scores}, position, 0, config, params)
     layouts = params.layouts_at(position, 4)

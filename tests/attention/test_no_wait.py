@@ -19,13 +19,12 @@ from vllm.config import set_current_vllm_config
 from tests.attention.cuda_meta import DECODES, DEVICE, PROMPT, build, make_builder
 from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.cuda_backend import H2OTritonAttentionImpl
-from vllm_h2o.attention.heads import LayerHeads
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops.triton import decode
+from vllm_h2o.attention.placements import PlacementTable
 from vllm_h2o.attention.prompt import observe_prompt
 from vllm_h2o.core.plan import RowPlan
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.placement import Placement
 
 DECODE = ["attend_kernel", "combine_kernel"]
 TRANSITION = ["image_kernel", "select_kernel", "gather_kernel", "scatter_kernel"]
@@ -97,11 +96,11 @@ def make_layers(config, blocks=None):
             for i in range(2)
         ]
     if blocks is not None:
-        pages = lend(blocks, 4)
-        for i, layer in enumerate(layers):
-            h2o = layer.impl.h2o
-            layouts = [SlotLayout.of_blocks(h2o, 16, n) for n in blocks[i]]
-            layer.impl.heads = LayerHeads(layouts, pages[i], i, layers)
+        placement = Placement.of_blocks(blocks, 4, layers[0].impl.h2o, 16)
+        pages = [layer.impl.view(layer.kv_cache) for layer in layers]
+        parts = PlacementTable.of(pages, placement).parts()
+        for layer, part in zip(layers, parts, strict=True):
+            layer.impl.placements = part
     return layers
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.attention.test_decode import (  # noqa: F401  pytest finds `threads` here
-    heads_of,
     make_cache,
     pages_of,
     params_of,
+    placements_of,
     threads,
 )
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, cpu, reference
@@ -37,7 +37,7 @@ def make_layers(dtype, blocks, num_tokens, params, by_head):
         mine.births.fill_(-1)
         constants = params
         if by_head:
-            constants = replace(params, heads=heads_of(pages, i, blocks))
+            constants = replace(params, placements=placements_of(pages, i, blocks))
         layers.append(ScoredLayer(mine, {"score": scores}, constants))
     return layers
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.attention.triton_checks import TOLERANCE, check_choice
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
-from vllm_h2o.attention.ops import DecodeParams, HeadSlots, ResidentRows, reference
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, reference
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     Tuning,
@@ -15,10 +15,11 @@ from vllm_h2o.attention.ops.triton import (
     decode_resident,
     launch,
 )
+from vllm_h2o.attention.placements import PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.lending import lend
 from vllm_h2o.policy.methods import Mean, Sum
+from vllm_h2o.policy.placement import Placement
 
 CONFIG = H2OConfig(sinks=4, recent_ratio=0.5, pooling=3)
 BUDGET_BLOCKS = 3
@@ -48,14 +49,10 @@ def make_layers(dtype, head_size, size, num_rows):
 
 def params_of(layers, layer, size, **options):
     layout = SlotLayout.of_blocks(CONFIG, size, BUDGET_BLOCKS)
-    heads = HeadSlots(
-        [SlotLayout.of_blocks(CONFIG, size, n) for n in BLOCKS[layer]],
-        lend(BLOCKS, BUDGET_BLOCKS)[layer],
-        layers,
-        layer,
-    )
+    placement = Placement.of_blocks(BLOCKS, BUDGET_BLOCKS, CONFIG, size)
+    own = PlacementTable.of(layers, placement).parts()[layer]
     options = {"softcap": 0.0, "method": Mean()} | options
-    return DecodeParams(layout, 0.17, heads=heads, **options)
+    return DecodeParams(layout, 0.17, placements=own, **options)
 
 
 def check(layer, positions, dtype=torch.float32, head_size=64, size=16, group=3, **how):
@@ -186,9 +183,9 @@ def test_tables_reach_past_every_budget():
     params = params_of(layers, 0, 16)
     assert params.largest_budget == 80
     distance = layers[1].keys.data_ptr() - layers[0].keys.data_ptr()
-    lent = params.heads.pages[1][3:]
+    lent = params.placements.pages[1][3:]
     assert {page.layer for page in lent} <= {1, 2}
     at = [page.layer for page in lent].index(1)
     assert params.head_tables[2][2, 3 + at] == distance // 2
     assert params.head_tables[3][2, 3 + at] == distance // 4
-    assert replace(params, heads=None).head_tables is None
+    assert replace(params, placements=None).head_tables is None

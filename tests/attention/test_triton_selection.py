@@ -11,16 +11,16 @@ from tests.attention.triton_state import DEVICE, empty_pages
 from vllm_h2o.attention.ops import (
     Chosen,
     DecodeParams,
-    HeadSlots,
     ScoredLayer,
     cpu,
     reference,
 )
 from vllm_h2o.attention.ops.triton import selection
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, first_observer
-from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.placement import Placement
 from vllm_h2o.policy.presets import PRESETS
 
 SUM = H2OConfig(pooling=1, score="sum")
@@ -130,14 +130,10 @@ def test_budgets_by_head(num_tokens, distinct):
     config = H2OConfig(pooling=7, observation_window=9)
     pages = empty_pages(4, 4, 64, 16, torch.float16, DEVICE)
     blocks = [2, 7, 1, 4]
-    heads = HeadSlots(
-        [SlotLayout.of_blocks(config, 16, n) for n in blocks],
-        lend([blocks, [4, 1, 7, 4]], 4)[0],
-        [pages, pages],
-        0,
-    )
+    placement = Placement.of_blocks([blocks, [4, 1, 7, 4]], 4, config, 16)
+    own = PlacementTable.of([pages, pages], placement).parts()[0]
     layout = SlotLayout.of_blocks(config, 16, 4)
-    params = DecodeParams(layout, 1.0, 0.0, config.method, heads)
+    params = DecodeParams(layout, 1.0, 0.0, config.method, own)
     scores = random(num_tokens, 4, distinct).to(DEVICE)
     first_query = first_observer(config, num_tokens)
     for position in {num_tokens - 1, max(num_tokens, 64)}:

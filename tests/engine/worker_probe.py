@@ -141,9 +141,9 @@ def _held(impl: Any, blocks: torch.Tensor, end: int, head: int) -> list[_Slot]:
     params, pages = impl._params, impl._pages
     layout = params.layouts_at(end - 1, head + 1)[head]
     places = [(pages, int(block)) for block in blocks]
-    if params.heads is not None and end > params.layout.budget:
-        heads = params.heads
-        places = [(heads.layers[p.layer], blocks[p.column]) for p in heads.pages[head]]
+    own = params.placements
+    if own is not None and end > params.layout.budget:
+        places = [(own.layers[p.layer], blocks[p.column]) for p in own.pages[head]]
     size, last = layout.block_size, layout.slot(end - 1)
     slots = range(min(end, layout.budget))
     if layout.whole_blocks and end > layout.budget:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_h2o.policy.lending import lend
+from vllm_h2o.policy.placement import lend
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
 GRID = [64, 128, 256, 512, 1024]

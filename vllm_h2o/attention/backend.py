@@ -15,7 +15,6 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from vllm_h2o.attention.heads import LayerHeads
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops import (
     DecodeParams,
@@ -26,6 +25,7 @@ from vllm_h2o.attention.ops import (
     transition,
 )
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import LayerPlacements
 from vllm_h2o.attention.prompt import observe_prompt
 from vllm_h2o.attention.reading import Reading
 from vllm_h2o.core.settings import h2o_config
@@ -74,7 +74,7 @@ class H2OImpl(_Stock):
         config = h2o_config(get_current_vllm_config())
         assert config is not None, "only H2O's worker registers this"
         self.h2o = config
-        self.heads: LayerHeads | None = None
+        self.placements: LayerPlacements | None = None
         self._bound: tuple[Any, ...] = ()
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
@@ -171,13 +171,13 @@ class H2OImpl(_Stock):
     def unbind(self) -> None:
         """Let go of a cache: vLLM makes one only to measure graphs with."""
         if hasattr(self, "_bound"):
-            self._bound = ()
+            self._bound, self.placements = (), None
             self.__dict__.pop("_pages", None)
             self.__dict__.pop("_params", None)
 
     def _bind(self, kv_cache: torch.Tensor, layout: SlotLayout) -> None:
         """View the pages once: vLLM binds the cache after the impl is made."""
-        bound = (kv_cache.data_ptr(), kv_cache.shape, self.heads, self.h2o, layout)
+        bound = (kv_cache.data_ptr(), kv_cache.shape, self.placements, self.h2o, layout)
         if bound == self._bound:
             return
         self._pages = self.view(kv_cache)
@@ -186,7 +186,7 @@ class H2OImpl(_Stock):
             scale=self.scale,
             softcap=float(self.logits_soft_cap or 0.0),
             method=self.h2o.method,
-            heads=self.heads.slots() if self.heads else None,
+            placements=self.placements,
             read=share_of(self.h2o.read),
             merge=self.h2o.merges,
         )

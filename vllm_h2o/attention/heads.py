@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from vllm.utils.math_utils import cdiv
 
-from vllm_h2o.attention.ops import HeadSlots
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.policy.config import AUTO, MEASURE, UNIFORM, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.lending import PageOf, lend
+from vllm_h2o.policy.placement import Placement
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
 
 if TYPE_CHECKING:
@@ -25,29 +22,6 @@ if TYPE_CHECKING:
 
 _MEASURED: WeakValueDictionary[int, HeadProfile] = WeakValueDictionary()
 """By the id of the engine's config; its worker holds both."""
-
-
-@dataclass(frozen=True)
-class LayerHeads:
-    """One layer's part of the budgets by head.
-
-    Attributes:
-        layouts: `[num_kv_heads]` slots of each of this rank's heads.
-        pages: `[num_kv_heads][blocks]` where their pages are.
-        layer: Index of this layer among the evicting ones.
-        members: All evicting layers, vLLM's `Attention` modules, in the order of
-            the model.
-    """
-
-    layouts: Sequence[SlotLayout]
-    pages: Sequence[Sequence[PageOf]]
-    layer: int
-    members: Sequence[Any]
-
-    def slots(self) -> HeadSlots:
-        """With the pages of all layers, which are there once the cache is bound."""
-        layers = [member.impl.view(member.kv_cache) for member in self.members]
-        return HeadSlots(self.layouts, self.pages, layers, self.layer)
 
 
 def profile_path(config: H2OConfig, model: str) -> Path | None:
@@ -90,15 +64,14 @@ def largest_budget(vllm_config: VllmConfig) -> int:
     return max(layout.budget, block_size * max(map(max, blocks)))
 
 
-def split(
+def placement_of(
     profile: HeadProfile,
     config: H2OConfig,
     layout: SlotLayout,
     max_blocks: int,
     kv_heads: slice,
-    members: Sequence[Any],
-) -> list[LayerHeads]:
-    """Budgets of every evicting layer.
+) -> Placement:
+    """How requests split their slots over the layers that evict.
 
     Args:
         profile: The model's profile.
@@ -106,30 +79,16 @@ def split(
         layout: The slots of a head on average.
         max_blocks: Blocks of the longest sequence.
         kv_heads: This rank's of the model's KV heads.
-        members: See `LayerHeads`.
-
-    Returns:
-        One entry per evicting layer, in the order of the model.
     """
-    size = layout.block_size
     blocks = _blocks(profile, config, layout, max_blocks)
-    blocks = [layer[kv_heads] for layer in blocks]
-    pages = lend(blocks, layout.budget_blocks)
-    return [
-        LayerHeads(
-            [SlotLayout.of_blocks(config, size, n) for n in blocks[i]],
-            pages[i],
-            i,
-            members,
-        )
-        for i in range(len(blocks))
-    ]
+    own = [layer[kv_heads] for layer in blocks]
+    return Placement.of_blocks(own, layout.budget_blocks, config, layout.block_size)
 
 
 def _blocks(
     profile: HeadProfile, config: H2OConfig, layout: SlotLayout, max_blocks: int
 ) -> list[list[int]]:
-    """`[num_layers][num_kv_heads]` blocks; see `split` for the arguments."""
+    """`[num_layers][num_kv_heads]` blocks; see `placement_of` for the arguments."""
     longest = max_blocks * layout.block_size
     profile = profile.stretched(longest, layout.budget)
     curves = json.dumps([profile.grid_tokens, profile.errors])

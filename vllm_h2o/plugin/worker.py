@@ -19,8 +19,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
-from vllm_h2o.attention.heads import profile_of, profile_path, remember, split
+from vllm_h2o.attention.heads import placement_of, profile_of, profile_path, remember
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
+from vllm_h2o.attention.placements import PlacementTable
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
@@ -196,17 +197,18 @@ class H2OWorker(_Stock):
         total = self.vllm_config.model_config.get_total_num_kv_heads()
         first = parallel.rank % parallel.tensor_parallel_size * total
         first //= parallel.tensor_parallel_size
-        heads = split(
+        placement = placement_of(
             profile,
             config,
             builder.layout,
             builder.spec.dense_columns,
             slice(first, first + count),
-            layers,
         )
-        for layer, mine in zip(layers, heads, strict=True):
-            layer.impl.heads = mine
-        budgets = [layout.budget for mine in heads for layout in mine.layouts]
+        pages = [layer.impl.view(layer.kv_cache) for layer in layers]
+        table = PlacementTable.of(pages, placement)
+        for layer, part in zip(layers, table.parts(), strict=True):
+            layer.impl.placements = part
+        budgets = placement.budgets
         logger.info_once(
             "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
             source, min(budgets), max(budgets), sum(budgets) // len(budgets),

@@ -12,7 +12,6 @@ import torch
 from vllm_h2o.attention.ops.types import (
     Chosen,
     DecodeParams,
-    HeadSlots,
     ResidentRows,
     ScoredLayer,
 )
@@ -21,7 +20,7 @@ from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import State, starts_at_zero
 
 __all__ = [
-    "KERNELS", "Chosen", "DecodeParams", "HeadSlots", "ResidentRows", "ScoredLayer",
+    "KERNELS", "Chosen", "DecodeParams", "ResidentRows", "ScoredLayer",
     "attend_observed", "decode_resident", "observe", "runs_reference", "start",
     "transition",
 ]  # fmt: skip

@@ -341,7 +341,7 @@ def _layer_args(pages: Pages, params: DecodeParams, kind: type[_Kind]) -> _Kind:
 
 
 def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
-    layout, heads = params.layout, params.heads
+    layout, own = params.layout, params.placements
     assert params.fused_form in FORMS, params.method
     args = _Args(
         cache=pages.keys.data_ptr(),
@@ -367,13 +367,13 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
     floats = floats_of_page(head_size, block_size, params.read < 1.0, params.merge)
     needed = state_bytes(num_kv_heads, block_size, page_floats=floats)
     assert pages.page_stride >= pages.state_offset + needed, "a page is too small"
-    if heads is not None:
+    if own is not None:
         assert not layout.whole_blocks
-        args.head_layouts = heads.sizes.data_ptr()
-        args.head_offsets = heads.offsets.data_ptr()
-        args.head_columns = heads.columns.data_ptr()
-        args.head_order = heads.order.data_ptr()
-        args.head_blocks = heads.columns.shape[1]
+        args.head_layouts = own.sizes.data_ptr()
+        args.head_offsets = own.offsets.data_ptr()
+        args.head_columns = own.columns.data_ptr()
+        args.head_order = own.order.data_ptr()
+        args.head_blocks = own.columns.shape[1]
     return args
 
 

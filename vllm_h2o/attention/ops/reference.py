@@ -295,13 +295,14 @@ class _Resident:
         num_kv_heads = pages.keys.shape[1]
         self.layout = params.layouts_at(self.position, num_kv_heads)[head]
         self.pages, self.blocks = pages, rows.block_table[row].long()
-        self.lent = params.heads is not None and self.position >= params.layout.budget
+        own = params.placements
+        self.lent = own is not None and self.position >= params.layout.budget
         blocks = self.blocks.tolist()
         self.places = [(pages, block) for block in blocks]
-        if params.heads is not None and self.lent:
+        if own is not None and self.lent:
             self.places = [
-                (params.heads.layers[page.layer], blocks[page.column])
-                for page in params.heads.pages[head]
+                (own.layers[page.layer], blocks[page.column])
+                for page in own.pages[head]
             ]
         self.slot = self.layout.slot(self.position)
 

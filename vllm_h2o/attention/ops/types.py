@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import LayerPlacements
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.lending import PageOf
 from vllm_h2o.policy.methods import Method, State, fused_form_of
 
 
@@ -36,54 +36,6 @@ class ResidentRows:
     scratch: Any = None
 
 
-@dataclass(frozen=True)
-class HeadSlots:
-    """Budgets of a layer's KV heads, from the position `layout.budget` on.
-
-    Until then every head holds all tokens in its own pages. Page `i` of a head is
-    in the resident block of column `pages[head][i].column`, in the pages of the
-    layer `pages[head][i].layer`.
-
-    Attributes:
-        layouts: `[num_kv_heads]` the slots of each head.
-        pages: `[num_kv_heads][budget blocks of the head]`.
-        layers: Pages of all evicting layers.
-        layer: Index of this layer.
-    """
-
-    layouts: Sequence[SlotLayout]
-    pages: Sequence[Sequence[PageOf]]
-    layers: Sequence[Pages]
-    layer: int
-
-    @cached_property
-    def sizes(self) -> torch.Tensor:
-        """`[num_kv_heads, 2]` int64: budget, heavy slots."""
-        return torch.tensor([[x.budget, x.heavy_slots] for x in self.layouts])
-
-    @cached_property
-    def order(self) -> torch.Tensor:
-        """`[num_kv_heads]` int64 heads, those with the largest budget first."""
-        return self.sizes[:, 0].argsort(descending=True, stable=True)
-
-    @cached_property
-    def columns(self) -> torch.Tensor:
-        """`[num_kv_heads, most blocks]` int32 resident block of each page."""
-        return self._padded([[p.column for p in row] for row in self.pages]).int()
-
-    @cached_property
-    def offsets(self) -> torch.Tensor:
-        """`[num_kv_heads, most blocks]` int64 bytes from our pages to the lender's."""
-        start = [layer.keys.data_ptr() for layer in self.layers]
-        own = start[self.layer]
-        return self._padded([[start[p.layer] - own for p in row] for row in self.pages])
-
-    @staticmethod
-    def _padded(rows: list[list[int]]) -> torch.Tensor:
-        most = max(len(row) for row in rows)
-        return torch.tensor([row + [0] * (most - len(row)) for row in rows])
-
-
 @dataclass(frozen=True, eq=False)
 class DecodeParams:
     """What one layer's decode step depends on besides its tensors.
@@ -97,14 +49,15 @@ class DecodeParams:
         method: What a token in a slot is worth.
         read: Share of the heavy set's pages that a query reads, see `policy.reading`.
         merge: Whether what is dropped goes into what is kept, see `policy.merging`.
-        heads: Budgets by head, None where all have the same.
+        placements: How requests split their slots from the position `layout.budget` on;
+            until then, and everywhere where this is None, all heads have the same.
     """
 
     layout: SlotLayout
     scale: float
     softcap: float
     method: Method
-    heads: HeadSlots | None = None
+    placements: LayerPlacements | None = None
     read: float = 1.0
     merge: bool = False
 
@@ -121,7 +74,7 @@ class DecodeParams:
     @cached_property
     def largest_budget(self) -> int:
         """Most slots that a KV head ever has."""
-        own = self.heads.layouts if self.heads else ()
+        own = self.placements.layouts if self.placements else ()
         return max(self.layout.budget, *(layout.budget for layout in own), 0)
 
     @cached_property
@@ -136,26 +89,27 @@ class DecodeParams:
             `kv_offsets`, `state_offsets`: of the same shape, int64, from our pages
             to the lender's in elements of K and V, and in 4-byte words.
         """
-        if self.heads is None:
+        own = self.placements
+        if own is None:
             return None
-        pages = self.heads.layers[self.heads.layer]
+        pages = own.layers[own.layer]
         most = self.largest_budget // self.layout.block_size
-        num_kv_heads = len(self.heads.pages)
+        num_kv_heads = len(own.pages)
         columns = torch.arange(most, dtype=torch.int32).repeat(num_kv_heads + 1, 1)
         offsets = torch.zeros(columns.shape, dtype=torch.int64)
-        for head, row in enumerate(self.heads.pages):
-            columns[head + 1, : len(row)] = self.heads.columns[head, : len(row)]
-            offsets[head + 1, : len(row)] = self.heads.offsets[head, : len(row)]
+        for head, row in enumerate(own.pages):
+            columns[head + 1, : len(row)] = own.columns[head, : len(row)]
+            offsets[head + 1, : len(row)] = own.offsets[head, : len(row)]
         item = pages.keys.element_size()
         assert not (offsets % 4).any(), "caches of layers are not aligned to words"
-        tables = (self.heads.sizes.int(), columns, offsets // item, offsets // 4)
+        tables = (own.sizes.int(), columns, offsets // item, offsets // 4)
         return tuple(table.to(pages.keys.device) for table in tables)
 
     def layouts_at(self, position: int, num_kv_heads: int) -> Sequence[SlotLayout]:
         """The slots of each KV head when the token at `position` comes."""
-        if self.heads is None or position < self.layout.budget:
+        if self.placements is None or position < self.layout.budget:
             return [self.layout] * num_kv_heads
-        return self.heads.layouts
+        return self.placements.layouts
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def decode_resident(
     """
     num_rows, num_heads, head_size = query.shape
     num_kv_heads, layout = key.shape[1], params.layout
-    assert params.heads is None or not layout.whole_blocks
+    assert params.placements is None or not layout.whole_blocks
     check_supported(query.dtype, head_size, layout.block_size, num_heads, num_kv_heads)
     _check_strides(query, key, value, pages, rows, output)
     if num_rows == 0:

@@ -1,0 +1,103 @@
+"""How the slots of a request are split over layers and KV heads, and where they are.
+
+Uneven heads in even blocks: pages that one layer lends another.
+
+A resident block is a page per layer and KV head. A head that wants fewer pages
+than the request has blocks lends those of its last columns; a head that wants
+more borrows them from heads of the same index in other layers, column by column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
+
+
+@dataclass(frozen=True)
+class PageOf:
+    """Where a head finds one of its pages.
+
+    Attributes:
+        layer: Whose page it is, as an index into the evicting layers.
+        column: Which of the request's resident blocks.
+    """
+
+    layer: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slots of one request on this rank.
+
+    Attributes:
+        layouts: `[num_layers][num_kv_heads]` the slots of each head.
+        pages: `[num_layers][num_kv_heads][blocks of the head]` where they are.
+    """
+
+    layouts: Sequence[Sequence[SlotLayout]]
+    pages: Sequence[Sequence[Sequence[PageOf]]]
+
+    @classmethod
+    def of_blocks(
+        cls,
+        blocks: Sequence[Sequence[int]],
+        budget_blocks: int,
+        config: H2OConfig,
+        block_size: int,
+    ) -> Placement:
+        """Give every head as many blocks as it wants; see `lend`.
+
+        Args:
+            blocks: `[num_layers][num_kv_heads]` blocks wanted.
+            budget_blocks: Resident blocks of a request.
+            config: The policy, which splits a head's slots.
+            block_size: Slots of a block.
+        """
+        layouts = [
+            [SlotLayout.of_blocks(config, block_size, wanted) for wanted in layer]
+            for layer in blocks
+        ]
+        return cls(layouts, lend(blocks, budget_blocks))
+
+    @property
+    def budgets(self) -> list[int]:
+        """Slots of every head of every layer."""
+        return [layout.budget for layer in self.layouts for layout in layer]
+
+
+def lend(
+    blocks: Sequence[Sequence[int]], budget_blocks: int
+) -> list[list[list[PageOf]]]:
+    """Give every head its pages: its own first, then borrowed ones.
+
+    Args:
+        blocks: `[num_layers][num_kv_heads]` pages wanted; for every KV head their
+            sum over the layers is at most `num_layers * budget_blocks`.
+        budget_blocks: Resident blocks of a request.
+
+    Returns:
+        `[num_layers][num_kv_heads][blocks]` pages, no page twice.
+    """
+    num_layers, num_kv_heads = len(blocks), len(blocks[0])
+    pages = [
+        [
+            [PageOf(layer, column) for column in range(min(wanted, budget_blocks))]
+            for wanted in blocks[layer]
+        ]
+        for layer in range(num_layers)
+    ]
+    for head in range(num_kv_heads):
+        free = (
+            PageOf(layer, column)
+            for layer in range(num_layers)
+            for column in range(blocks[layer][head], budget_blocks)
+        )
+        for layer in range(num_layers):
+            mine = pages[layer][head]
+            while len(mine) < blocks[layer][head]:
+                mine.append(next(free))
+    return pages
