@@ -200,7 +200,7 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in args.budgets or OTHER_BUDGETS:
         yield from _ours([H2O, UNIFORM, *READS_OR_MERGES], fraction, work)
-        yield from _peers(PRESSES[:1], fraction, work)
+        yield from _peers(PRESSES, fraction, work)
 
 
 def _retrievals(full: bool, base: dict) -> Iterator[Cell]:

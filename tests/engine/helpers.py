@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks.smollm2 import ensure_model
 from tests.watch import must_be_gone
+from vllm_h2o.policy.profile import FILE_NAME
 
 # So that tests can look at the scheduler and the block pool.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -24,6 +26,23 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 BLOCK_SIZE = 32
+SMOLLM2_HEADS = Path(__file__).parents[1] / "models" / "smollm2" / FILE_NAME
+"""Errors of SmolLM2's KV heads, measured once: tests do not measure them anew."""
+
+
+@functools.cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="vllm_h2o_tests_")
+
+
+@functools.cache
+def model_with_profile() -> Path:
+    """SmolLM2, with its head profile beside the weights: there `auto` finds it."""
+    folder = Path(_temporary_folder().name)
+    for file in ensure_model().iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / FILE_NAME).symlink_to(SMOLLM2_HEADS)
+    return folder
 
 
 @contextmanager
@@ -41,7 +60,7 @@ def engine(model: Path | None = None, **options: Any) -> Iterator[Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
-    llm = LLM(str(model or ensure_model()), **(defaults | options))
+    llm = LLM(str(model or model_with_profile()), **(defaults | options))
     try:
         yield llm
     finally:

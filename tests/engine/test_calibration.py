@@ -134,6 +134,11 @@ def test_auto_measures_once(llama, measured, cache, tmp_path, monkeypatch):
     assert file.exists()
 
 
+def test_auto_measures_the_layers_of_a_hybrid_that_have_no_window(tmp_path, cache):
+    assert errors_of(save_hybrid(tmp_path), **AUTO).shape[:2] == (2, 4)
+    assert len(list(cache.iterdir())) == 1
+
+
 def must_not_measure(*_, **__):
     raise AssertionError("measured what the cache has")
 

@@ -7,11 +7,17 @@ import pytest
 import torch
 
 from benchmarks.smollm2 import ensure_model
-from tests.engine.helpers import assert_equal_densely, engine, outcome, prompts_of
+from tests.engine.helpers import (
+    SMOLLM2_HEADS,
+    assert_equal_densely,
+    engine,
+    outcome,
+    prompts_of,
+)
 from tests.engine.test_reference import own_sizes
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
 from vllm_h2o.policy.methods import METHODS, Method
-from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
+from vllm_h2o.policy.profile import HeadProfile, allocate
 
 pytestmark = pytest.mark.engine
 
@@ -106,7 +112,7 @@ def test_all_with_budgets_by_head_equal_their_dense_reference(monkeypatch):
     Also of a request that fills the common budget while it generates.
     """
     blocks = allocate(
-        HeadProfile.load(ensure_model() / FILE_NAME).stretched(2048, 256), 32, 8, 64, 1
+        HeadProfile.load(SMOLLM2_HEADS).stretched(2048, 256), 32, 8, 64, 1
     )
     own = [[own_sizes(number, 32) for number in layer] for layer in blocks]
     assert len({head.budget for layer in own for head in layer}) > 4

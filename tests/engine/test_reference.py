@@ -7,11 +7,16 @@ import pytest
 
 from benchmarks.forcing import forced
 from benchmarks.smollm2 import ensure_model
-from tests.engine.helpers import assert_equal_densely, engine, prompts_of
+from tests.engine.helpers import (
+    SMOLLM2_HEADS,
+    assert_equal_densely,
+    engine,
+    prompts_of,
+)
 from tests.engine.tiny_models import random_prompts, save_llama
 from tests.reference.dense_h2o import DenseLlama, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
-from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
+from vllm_h2o.policy.profile import HeadProfile, allocate
 
 pytestmark = pytest.mark.engine
 
@@ -107,15 +112,14 @@ def test_budgets_by_head_equal_reference(block):
 
     vLLM's default on CPU are blocks of 128.
     """
-    folder = ensure_model()
-    profile = HeadProfile.load(folder / FILE_NAME).stretched(2048, BUDGET)
+    profile = HeadProfile.load(SMOLLM2_HEADS).stretched(2048, BUDGET)
     blocks = allocate(profile, block, BUDGET // block, 2048 // block, 1)
     sizes = [[own_sizes(n, block) for n in layer] for layer in blocks]
     assert len({head.budget for layer in sizes for head in layer}) > 4
     common = Sizes(heavy=BUDGET // 2, recent=BUDGET // 2, block=block)
     variant = Variant(64, 15, "mean", "token", sinks=0)
     prompts = prompts_of(230, 300, 700)
-    model = DenseLlama(folder)
+    model = DenseLlama(ensure_model())
     expected = [
         generate_densely(model, prompt, NUM_TOKENS, [variant], common, sizes)[0]
         for prompt in prompts

@@ -13,8 +13,7 @@ import openai
 import pytest
 import requests
 
-from benchmarks.smollm2 import ensure_model
-from tests.engine.helpers import prompts_of
+from tests.engine.helpers import model_with_profile, prompts_of
 
 pytestmark = pytest.mark.engine
 
@@ -30,7 +29,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.model = str(ensure_model())
+        self.model = str(model_with_profile())
         self.base = f"http://127.0.0.1:{port}"
         self.log = folder / "server.log"
         command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model]

@@ -398,7 +398,7 @@ def test_heads_are_not_measured_where_it_is_of_no_use(
     assert bool(why_not_measured(config, policy)) == bool(why)
 
 
-def test_heads_of_a_hybrid_are_measured_only_when_asked_for(model_of, monkeypatch):
+def test_heads_of_a_hybrid_are_measured(model_of, monkeypatch):
     hybrid = LLAMA | {
         "model_type": "gemma3_text",
         "layer_types": ["sliding_attention", "full_attention"],
@@ -406,10 +406,7 @@ def test_heads_of_a_hybrid_are_measured_only_when_asked_for(model_of, monkeypatc
     }
     monkeypatch.delenv("VLLM_H2O_CALIBRATE")
     config = resolved(model_of("Gemma3ForCausalLM", **hybrid))
-    why = why_not_measured(config, h2o_config(config))
-    assert why.startswith("some layers have a window")
-    asked = {"h2o_head_budgets": "measure"}
-    resolved(model_of("Gemma3ForCausalLM", **hybrid) | asked)
+    assert not why_not_measured(config, h2o_config(config))
 
 
 def test_heads_of_a_pipeline_are_not_measured(model_of, monkeypatch):

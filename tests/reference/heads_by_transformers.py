@@ -1,7 +1,8 @@
 """A model's head profile, measured on transformers: the oracle of an engine's.
 
 For every KV head of every full-attention layer and every budget of a grid: the errors
-of `vllm_h2o.policy.errors`, over the squared norm of the stream after the layer.
+of `vllm_h2o.policy.errors`, over the squared norm of the stream after the layer, or of
+what attention puts out where that is normalized.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class _Measurement:
             )
         return output.transpose(1, 2), None
 
-    def after_layer(self, index: int, output: Any) -> None:
-        """Relate the changes to the residual stream that the layer leaves."""
-        stream = output[0] if isinstance(output, tuple) else output
-        norm = stream[0, -OBSERVED:].float().pow(2).sum(dim=-1)
+    def after(self, index: int, output: Any) -> None:
+        """Relate the changes of a layer to what it or its attention puts out."""
+        whole = output[0] if isinstance(output, tuple) else output
+        norm = whole[0, -OBSERVED:].float().pow(2).sum(dim=-1)
         layer = self.layers.get(index)  # None: not attention
         if layer is not None and layer.changes is not None:
             layer.errors.append((layer.changes / norm).mean(dim=-1))
@@ -125,8 +126,9 @@ def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfil
     AttentionInterface.register(_ATTENTION, measurement.attend)
     model.set_attn_implementation(_ATTENTION)
     for index, layer in enumerate(model.get_decoder().layers):
-        layer.register_forward_hook(
-            lambda _, __, output, index=index: measurement.after_layer(index, output)
+        normalizes = hasattr(layer, "post_feedforward_layernorm")
+        (layer.self_attn if normalizes else layer).register_forward_hook(
+            lambda _, __, output, index=index: measurement.after(index, output)
         )
     for text in texts:
         model(input_ids=torch.tensor([list(text)]), use_cache=False, logits_to_keep=1)

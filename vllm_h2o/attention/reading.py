@@ -28,9 +28,8 @@ class Reading:
     """One text's attention metadata.
 
     Attributes:
-        errors: By layer name `[num_kv_heads, len(grid)]` float32: this rank's errors
-            over the squared norm of the residual stream after the layer, mean over
-            the observed queries.
+        errors: By layer name `[num_kv_heads, len(grid)]` float32: this rank's errors,
+            relative as `vllm_h2o.policy.errors` says, mean over the observed queries.
     """
 
     def __init__(
@@ -46,6 +45,7 @@ class Reading:
         """
         self._projections, self._grid = projections, grid
         self._changes: dict[str, torch.Tensor] = {}
+        self._projected: dict[str, torch.Tensor] = {}
         self.errors: dict[str, torch.Tensor] = {}
 
     def attend(
@@ -76,40 +76,61 @@ class Reading:
             _attend(query, key, value, output, impl.scale)
         if name in self._projections:
             gram = _gram(self._projections[name], key.shape[1], output)
-            change = head_errors(
+            self._changes[name] = head_errors(
                 query.float(), key.float(), value.float(), gram, impl.scale, softcap,
                 self._grid,
             )  # fmt: skip
             if self._projections[name] is None:
-                self._note(name, change, output.flatten(1))
-            else:
-                self._changes[name] = change
+                self._note(name, output.flatten(1))
         return output
 
-    def after_layer(self, name: str, output: Any) -> None:
+    def after_projection(
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any
+    ) -> None:
+        """Remember what the output projection of the attention `name` returned.
+
+        This and what follows are forward hooks of torch, behind the name.
+        """
+        self._projected[name] = output[0] if isinstance(output, tuple) else output
+
+    def after_norm(
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any
+    ) -> None:
+        """Relate the changes to what the projection put out, if this norm takes it in.
+
+        Of all norms of a decoder layer only one does: a norm that takes in the stream
+        too leaves what is added to the stream as it is.
+        """
+        projected = self._projected.get(name)
+        alone = len(inputs) == 1 and inputs[0] is projected
+        if name in self._changes and projected is not None and alone:
+            self._note(name, projected)
+
+    def after_layer(
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any
+    ) -> None:
         """Relate the changes of a decoder layer to the stream that it leaves.
 
-        Called at once: the next layer's normalization may write over its input.
-
-        Args:
-            name: Of the decoder layer's attention.
-            output: What the decoder layer returned. Most of vLLM's return what they
-                add and the stream that it belongs to, to be summed by the next.
+        Most of vLLM's return what they add and the stream that it belongs to, to be
+        summed by the next. It is called at once, since the next layer's normalization
+        may write over its input.
         """
-        change = self._changes.pop(name, None)
-        if change is None:
+        self._projected.pop(name, None)
+        if name not in self._changes:
             return
         parts = output if isinstance(output, tuple | list) else (output,)
-        # Transformers' layers have a batch of one in front.
-        flat = [x.flatten(0, -2) for x in parts if isinstance(x, torch.Tensor)]
-        alike = [x for x in flat if x.shape == flat[0].shape]
-        if not alike or len(alike[0]) < OBSERVED:
+        parts = [x for x in parts if isinstance(x, torch.Tensor)]
+        alike = [x for x in parts if x.shape == parts[0].shape]
+        if not alike or alike[0].shape[:-1].numel() < OBSERVED:
             raise ValueError(f"what the decoder layer of {name} returns is not known")
-        self._note(name, change, sum(x[-OBSERVED:].float() for x in alike))
+        self._note(name, *alike)
 
-    def _note(self, name: str, change: torch.Tensor, stream: Any) -> None:
-        norm = stream[-OBSERVED:].float().pow(2).sum(dim=-1)
-        self.errors[name] = (change / norm).mean(dim=-1)
+    def _note(self, name: str, *parts: torch.Tensor) -> None:
+        """The errors of a layer, relative to the sum of the parts, `[.., n, size]`."""
+        # Transformers' layers have a batch of one in front.
+        last = (x.flatten(0, -2)[-OBSERVED:].float() for x in parts)
+        norm = torch.stack(list(last)).sum(dim=0).pow(2).sum(dim=-1)
+        self.errors[name] = (self._changes.pop(name) / norm).mean(dim=-1)
 
 
 def output_projection(model: nn.Module, layer: Any) -> RowParallelLinear | None:
@@ -144,6 +165,11 @@ def decoder_layer(model: nn.Module, layer: nn.Module) -> nn.Module:
         if part.isdecimal():
             return model.get_submodule(".".join(parts[: i + 1]))
     raise ValueError(f"{'.'.join(parts)!r} is in no numbered layer")
+
+
+def norms_of(decoder: nn.Module) -> list[nn.Module]:
+    """The normalizations of a decoder layer itself, as their classes are called."""
+    return [x for x in decoder.children() if "norm" in type(x).__name__.lower()]
 
 
 def _path(model: nn.Module, layer: nn.Module) -> str:

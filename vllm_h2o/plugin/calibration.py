@@ -7,6 +7,7 @@ alike.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
@@ -25,7 +27,12 @@ from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_h2o.attention.reading import Reading, decoder_layer, output_projection
+from vllm_h2o.attention.reading import (
+    Reading,
+    decoder_layer,
+    norms_of,
+    output_projection,
+)
 from vllm_h2o.plugin.texts import calibration_texts
 from vllm_h2o.policy.errors import OBSERVED, grid_of
 from vllm_h2o.policy.profile import HeadProfile
@@ -79,13 +86,17 @@ class LoadedModel:
 
     @contextmanager
     def _listening(self, model: nn.Module, reading: Reading) -> Iterator[None]:
-        """Tell the reading what decoder layers put out."""
-        hooks = [
-            decoder_layer(model, layer).register_forward_hook(
-                lambda _, __, output, name=name: reading.after_layer(name, output)
-            )
-            for name, layer in self.layers.items()
-        ]
+        """Tell the reading what passes through the decoder layers."""
+        hooks: list[RemovableHandle] = []
+        for name, layer in self.layers.items():
+            decoder = decoder_layer(model, layer)
+            hears: dict[nn.Module, Any] = {decoder: reading.after_layer}
+            if projection := output_projection(model, layer):
+                hears[projection] = reading.after_projection
+                hears |= dict.fromkeys(norms_of(decoder), reading.after_norm)
+            for module, hear in hears.items():
+                told = functools.partial(hear, name)
+                hooks.append(module.register_forward_hook(told))
         try:
             yield
         finally:

@@ -28,7 +28,6 @@ from vllm_h2o.plugin.calibration import (
     texts_to_read,
 )
 from vllm_h2o.plugin.texts import MOST_TOKENS
-from vllm_h2o.plugin.validate import has_other_attention
 from vllm_h2o.policy.config import AUTO, MEASURE, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.profile import HeadProfile
@@ -115,10 +114,6 @@ def why_not_measured(vllm_config: VllmConfig, config: H2OConfig) -> str:
         f"{CALIBRATE} is 0": not _uses_cache(),
         "the budget holds the longest request": layout.budget >= longest,
         f"--pipeline-parallel-size is {stages}, no worker has all layers": stages > 1,
-        # Gemma 3 loses more by what is measured than by equal budgets.
-        "some layers have a window, and what is measured misleads there": (
-            has_other_attention(vllm_config)
-        ),
         "--load-format is dummy": vllm_config.load_config.load_format == "dummy",
         f"{option} is {tokens}, to measure them takes {FEWEST_TOKENS}": (
             tokens < FEWEST_TOKENS

@@ -23,7 +23,7 @@ from vllm_h2o.policy.profile import HeadProfile
 
 logger = init_logger(f"vllm.{__name__}")
 
-VERSION = 2
+VERSION = 3
 """Of a file; those of another are measured again."""
 ALIKE = 0.998
 """Cosine of the answers of one model in two dtypes, at least."""

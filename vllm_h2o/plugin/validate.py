@@ -114,7 +114,7 @@ def _check_model(vllm_config: VllmConfig) -> None:
     if model.runner_type != "generate":
         _refuse("--runner", model.runner_type, "use --runner generate")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and (
-        has_other_attention(vllm_config)
+        _has_other_attention(vllm_config)
     ):
         fix = "drop it: this model has sliding-window layers, which keep their own"
         _refuse("--disable-hybrid-kv-cache-manager", True, fix)
@@ -125,7 +125,7 @@ def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
     return set(getattr(text, "layer_types", None) or ("full_attention",))
 
 
-def has_other_attention(vllm_config: VllmConfig) -> bool:
+def _has_other_attention(vllm_config: VllmConfig) -> bool:
     """Whether a model has windowed or chunked layers beside full attention."""
     kinds = _layer_kinds(vllm_config)
     return bool(kinds - {"full_attention"}) and "full_attention" in kinds

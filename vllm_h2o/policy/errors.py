@@ -8,6 +8,11 @@ with o the output of the head's query heads, o_B the same over what a plain H2O 
 of the past with B slots (4 sinks, the highest mean probability over all earlier
 queries, the recent half; not the preset's choices: what counts is how heads compare),
 and W_g the head's part of the output projection.
+
+A profile has them over the squared norm of the residual stream after the layer, which
+they are errors of. Some models (Gemma, OLMo 2) normalize what attention puts out before
+they add it to the stream: its own size then says nothing, and a profile has the errors
+over its squared norm.
 """
 
 from __future__ import annotations

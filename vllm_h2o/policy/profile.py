@@ -35,7 +35,8 @@ class HeadProfile:
     Attributes:
         grid_tokens: `[n]` budgets in tokens, ascending.
         errors: `[num_layers, num_kv_heads, n]` squared error of the head's
-            contribution to the residual stream over the stream's squared norm.
+            contribution to what the layer puts out, relative as
+            `vllm_h2o.policy.errors` says.
         measured_on: What it was measured on, for people.
         context_tokens: Tokens of the texts; 0: the grid ends at 80 % of them, as
             in files that do not say.
