@@ -213,9 +213,11 @@ def test_ranks_that_share_a_head_measure_it_together(tmp_path, monkeypatch):
     assert (errors[..., 0] > errors[..., -1]).all()
 
 
-def test_with_lora_the_base_model_is_measured(llama, measured):
-    errors = errors_of(llama, enable_lora=True, max_lora_rank=8)
-    torch.testing.assert_close(errors, measured, rtol=1e-3, atol=1e-7)
+@pytest.mark.parametrize("save", [save_llama, save_hybrid])
+def test_with_lora_the_base_model_is_measured(tmp_path, save):
+    model = save(tmp_path)
+    errors = errors_of(model, enable_lora=True, max_lora_rank=8)
+    torch.testing.assert_close(errors, errors_of(model), rtol=1e-3, atol=1e-7)
 
 
 def test_quantized_weights_are_measured_as_they_are(llama, measured, tmp_path):

@@ -89,12 +89,14 @@ class Reading:
     ) -> None:
         """Remember what the output projection of the attention `name` returned.
 
-        This and what follows are forward hooks of torch, behind the name.
+        This and the next two are hooks of torch's modules, behind the name. What is
+        added to it in place, before a norm takes it in, does not change the memory.
         """
-        self._projected[name] = output[0] if isinstance(output, tuple) else output
+        whole = output[0] if isinstance(output, tuple) else output
+        self._projected[name] = _last(whole).clone()
 
-    def after_norm(
-        self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any
+    def before_norm(
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], named: dict
     ) -> None:
         """Relate the changes to what the projection put out, if this norm takes it in.
 
@@ -102,8 +104,10 @@ class Reading:
         too leaves what is added to the stream as it is.
         """
         projected = self._projected.get(name)
-        alone = len(inputs) == 1 and inputs[0] is projected
-        if name in self._changes and projected is not None and alone:
+        given = [x for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor)]
+        if name not in self._changes or projected is None or len(given) != 1:
+            return
+        if torch.equal(_last(given[0]), projected):
             self._note(name, projected)
 
     def after_layer(
@@ -120,17 +124,20 @@ class Reading:
             return
         parts = output if isinstance(output, tuple | list) else (output,)
         parts = [x for x in parts if isinstance(x, torch.Tensor)]
-        alike = [x for x in parts if x.shape == parts[0].shape]
-        if not alike or alike[0].shape[:-1].numel() < OBSERVED:
+        alike = [_last(x).float() for x in parts if x.shape == parts[0].shape]
+        if not alike or len(alike[0]) < OBSERVED:
             raise ValueError(f"what the decoder layer of {name} returns is not known")
-        self._note(name, *alike)
+        self._note(name, torch.stack(alike).sum(dim=0))
 
-    def _note(self, name: str, *parts: torch.Tensor) -> None:
-        """The errors of a layer, relative to the sum of the parts, `[.., n, size]`."""
-        # Transformers' layers have a batch of one in front.
-        last = (x.flatten(0, -2)[-OBSERVED:].float() for x in parts)
-        norm = torch.stack(list(last)).sum(dim=0).pow(2).sum(dim=-1)
+    def _note(self, name: str, unit: torch.Tensor) -> None:
+        """The errors of a layer, relative to `[n, size]`."""
+        norm = unit[-OBSERVED:].float().pow(2).sum(dim=-1)
         self.errors[name] = (self._changes.pop(name) / norm).mean(dim=-1)
+
+
+def _last(hidden: torch.Tensor) -> torch.Tensor:
+    """`[n, size]` of the observed tokens; transformers has a batch of one in front."""
+    return hidden.flatten(0, -2)[-OBSERVED:]
 
 
 def output_projection(model: nn.Module, layer: Any) -> RowParallelLinear | None:
@@ -165,6 +172,14 @@ def decoder_layer(model: nn.Module, layer: nn.Module) -> nn.Module:
         if part.isdecimal():
             return model.get_submodule(".".join(parts[: i + 1]))
     raise ValueError(f"{'.'.join(parts)!r} is in no numbered layer")
+
+
+def called_module(model: nn.Module, projection: nn.Module) -> nn.Module:
+    """What computes a projection: LoRA's layers do without its forward pass."""
+    around = (
+        m for m in model.modules() if getattr(m, "base_layer", None) is projection
+    )
+    return next(around, projection)
 
 
 def norms_of(decoder: nn.Module) -> list[nn.Module]:

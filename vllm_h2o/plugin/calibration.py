@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
@@ -29,6 +28,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_h2o.attention.reading import (
     Reading,
+    called_module,
     decoder_layer,
     norms_of,
     output_projection,
@@ -87,21 +87,22 @@ class LoadedModel:
     @contextmanager
     def _listening(self, model: nn.Module, reading: Reading) -> Iterator[None]:
         """Tell the reading what passes through the decoder layers."""
-        hooks: list[RemovableHandle] = []
-        for name, layer in self.layers.items():
-            decoder = decoder_layer(model, layer)
-            hears: dict[nn.Module, Any] = {decoder: reading.after_layer}
-            if projection := output_projection(model, layer):
-                hears[projection] = reading.after_projection
-                hears |= dict.fromkeys(norms_of(decoder), reading.after_norm)
-            for module, hear in hears.items():
-                told = functools.partial(hear, name)
-                hooks.append(module.register_forward_hook(told))
-        try:
+        with ExitStack() as hooks:
+            for name, layer in self.layers.items():
+                decoder = decoder_layer(model, layer)
+                tell = functools.partial(reading.after_layer, name)
+                hooks.callback(decoder.register_forward_hook(tell).remove)
+                projection = output_projection(model, layer)
+                if projection is None:
+                    continue
+                called = called_module(model, projection)
+                tell = functools.partial(reading.after_projection, name)
+                hooks.callback(called.register_forward_hook(tell).remove)
+                for norm in norms_of(decoder):
+                    tell = functools.partial(reading.before_norm, name)
+                    hook = norm.register_forward_pre_hook(tell, with_kwargs=True)
+                    hooks.callback(hook.remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _inputs(self, model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """Arguments of `model.forward`, as vLLM's runners give them for text."""

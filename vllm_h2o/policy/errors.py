@@ -12,7 +12,8 @@ and W_g the head's part of the output projection.
 A profile has them over the squared norm of the residual stream after the layer, which
 they are errors of. Some models (Gemma, OLMo 2) normalize what attention puts out before
 they add it to the stream: its own size then says nothing, and a profile has the errors
-over its squared norm.
+over its squared norm. Where the projection is not known, they are changes of the
+heads' outputs, over the squared norm of these.
 """
 
 from __future__ import annotations
