@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import LayerPlacements, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.placement import Placement
 
 
@@ -18,5 +19,6 @@ def placements_of(
 ) -> list[LayerPlacements]:
     """Of every layer, where its heads get `blocks[layer][head]`."""
     size = layers[0].block_size
+    layout = SlotLayout.of_blocks(config, size, budget_blocks)
     placement = Placement.of_blocks(blocks, budget_blocks, config, size)
-    return PlacementTable.of(layers, placement).parts()
+    return PlacementTable.of(layers, layout, placement).parts()

@@ -33,6 +33,7 @@ from benchmarks.heads import placements_of
 from benchmarks.report import spread, write_json
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import ALIKE, OWN
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.methods import Mean
@@ -179,10 +180,12 @@ class State:
 
     def run_ours(self, params: Sequence[DecodeParams]) -> None:
         """Our kernel, one step of every layer."""
+        placement = OWN if params[0].placements else ALIKE
         rows = ResidentRows(
             self.block_table,
             torch.full((self.rows,), self.position),
             torch.zeros(self.rows, dtype=torch.int64),
+            placements=torch.full((self.rows,), placement, dtype=torch.int32),
         )
         self.position += 1
         step = self.step

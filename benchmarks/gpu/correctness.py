@@ -22,6 +22,7 @@ from tests.attention.triton_checks import (
 )
 from tests.attention.triton_state import DEVICE, make_step, params_of
 from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.placements import ALIKE, OWN
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 
@@ -117,7 +118,8 @@ def _check_choice(num_tokens: int, distinct: int, unit: str) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     shape = (FULL.num_kv_heads, num_tokens)
     scores = torch.randint(0, distinct, shape, generator=generator).to(DEVICE) / 4
-    check_choice(scores, num_tokens, num_tokens - FULL.window, config, params)
+    placement = OWN if unit == "by head" else ALIKE
+    check_choice(scores, placement, num_tokens - FULL.window, config, params)
 
 
 def _prompts():

@@ -15,6 +15,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
 from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
+from vllm_h2o.attention.placements import OWN
 
 Row = dict[str, Any]
 
@@ -84,11 +85,17 @@ def resident(
         sizes.num_rows, sizes.num_heads, sizes.num_kv_heads, sizes.head_size,
         params[0].largest_budget, device, tuning,
     )  # fmt: skip
+    placements = None
+    if by_head:
+        placements = torch.full(
+            (sizes.num_rows,), OWN, dtype=torch.int32, device=device
+        )
     rows = ResidentRows(
         table.view(sizes.num_rows, -1),
         torch.full((sizes.num_rows,), 2 * params[0].largest_budget, device=device),
         torch.zeros(sizes.num_rows, dtype=torch.long, device=device),
         scratch,
+        placements,
     )
     query = random_tokens(sizes.num_rows, sizes.num_heads, sizes, device)
     key = random_tokens(sizes.num_rows, sizes.num_kv_heads, sizes, device)

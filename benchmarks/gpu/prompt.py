@@ -17,7 +17,7 @@ from benchmarks.heads import placements_of
 from vllm_h2o.attention.ops import DecodeParams
 from vllm_h2o.attention.ops.triton import choose, compress, observe
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import LayerPlacements
+from vllm_h2o.attention.placements import ALIKE, OWN, LayerPlacements
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
@@ -117,12 +117,15 @@ def transition(
         params = dataclasses.replace(params, placements=uneven_heads(layers, sizes)[0])
     blocks = torch.randperm(num_blocks, device=device) + 1
     state = {"score": torch.rand(sizes.num_kv_heads, sizes.context, device=device)}
-    last = sizes.context
-    arguments = (state, last, last - sizes.window, config, params)
+    placement = OWN if by_head else ALIKE
+    first_query = sizes.context - sizes.window
+    arguments = (state, placement, first_query, config, params)
 
     def move() -> None:
         chosen = choose(*arguments)
-        compress(layers[0], blocks[:dense], blocks[dense:], last, chosen, state, params)
+        compress(
+            layers[0], blocks[:dense], blocks[dense:], placement, chosen, state, params
+        )
 
     return timed(lambda: choose(*arguments)), timed(move)
 

@@ -30,7 +30,7 @@ from vllm_h2o.attention.ops.triton import (
     observe,
 )
 from vllm_h2o.attention.ops.triton.launch import Tuning
-from vllm_h2o.attention.placements import PlacementTable
+from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
@@ -75,7 +75,9 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     query = torch.empty(3, 2 * group, head_size, dtype=dtype)
     key = torch.empty(3, 2, head_size, dtype=dtype)
     table = torch.empty(3, layout.budget_blocks, dtype=torch.int32)
-    rows = ResidentRows(table, torch.empty(3).long(), torch.empty(3).long())
+    zeros = torch.zeros(3, dtype=torch.long)
+    index = zeros.int() if by_head else None
+    rows = ResidentRows(table, zeros, zeros, placements=index)
     params = DecodeParams(layout, 0.1, softcap, Mean(0.9))
     if by_head:
         params = dataclasses.replace(
@@ -84,16 +86,18 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     decode_resident(query, key, key, pages, rows, params, query)
     blocks, state = torch.arange(4), {"score": torch.zeros(2, block_size)}
     observe(query, pages, blocks, 7, state, params)
-    chosen = choose(state, 0, 0, H2OConfig(), params)
-    compress(pages, blocks, table[0], 0, chosen, state, params)
+    chosen = choose(state, ALIKE, 0, H2OConfig(), params)
+    compress(pages, blocks, table[0], ALIKE, chosen, state, params)
 
 
 def placements_of(pages, heavy):
     """Budgets by head, of twice as many slots as are heavy."""
     layouts = [SlotLayout(pages.keys.shape[3], n, n, 0, False) for n in heavy]
     blocks = [layout.budget_blocks for layout in layouts]
-    placement = Placement([layouts], lend([blocks], max(blocks)))
-    return PlacementTable.of([pages], placement).parts()[0]
+    size = layouts[0].block_size
+    placement = Placement(max(blocks) * size, [layouts], lend([blocks], max(blocks)))
+    layout = max(layouts, key=lambda layout: layout.budget)
+    return PlacementTable.of([pages], layout, placement).parts()[0]
 
 
 def launch_decodes():
@@ -111,8 +115,8 @@ def launch_decodes():
             num_rows, 8, 2, 128, params.largest_budget, query.device,
             Tuning(num_splits=num_splits),
         )  # fmt: skip
-        positions = torch.empty(num_rows).long()
-        rows = ResidentRows(table, positions, positions, scratch=scratch)
+        zeros = torch.zeros(num_rows, dtype=torch.long)
+        rows = ResidentRows(table, zeros, zeros, scratch, zeros.int())
         decode_resident(query, key, key, pages, rows, params, query)
 
 
@@ -132,8 +136,9 @@ def launch_prompts():
         query = torch.empty(num_queries, 6, 128, dtype=torch.bfloat16)
         state, start = {"score": torch.zeros(3, num_tokens)}, num_tokens - num_queries
         observe(query, pages, table, start, state, params)
-        chosen = choose(state, num_tokens - 1, start, H2OConfig(), params)
-        compress(pages, table, table, num_tokens - 1, chosen, state, params)
+        placement = OWN if num_tokens > layout.budget else ALIKE
+        chosen = choose(state, placement, start, H2OConfig(), params)
+        compress(pages, table, table, placement, chosen, state, params)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from vllm_h2o.attention.ops import (
     reference,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import PlacementTable
+from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.merging import NO_THRESHOLD
@@ -178,8 +178,10 @@ def test_unsupported_shapes_are_named():
 
 def placements_of(pages_of_layers, layer, blocks):
     """Budgets by head over the pages of three layers, heads of 1 to 5 blocks."""
-    placement = Placement.of_blocks(blocks, 3, H2OConfig(sinks=4), 16)
-    return PlacementTable.of(pages_of_layers, placement).parts()[layer]
+    config = H2OConfig(sinks=4)
+    layout = SlotLayout.of_blocks(config, 16, 3)
+    placement = Placement.of_blocks(blocks, 3, config, 16)
+    return PlacementTable.of(pages_of_layers, layout, placement).parts()[layer]
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -210,13 +212,19 @@ def test_budgets_by_head_equal_reference(layer, read, merge):
             query = torch.randn(shape, generator=generator).mul(2)
             key, value = torch.randn((2, 1, 3, 64), generator=generator)
             output = torch.full_like(query, float("nan"))
-            rows = ResidentRows(table, torch.tensor([position]), torch.tensor([0]))
+            placement = OWN if position >= budget else ALIKE
+            rows = ResidentRows(
+                table,
+                torch.tensor([position]),
+                torch.tensor([0]),
+                placements=torch.tensor([placement], dtype=torch.int32),
+            )
             if position == budget:
                 scores = layers[layer].scores[table[0].long()]
                 scores = scores.transpose(0, 1).flatten(1)
                 config = H2OConfig(sinks=4, pooling=1)
                 scored = [ScoredLayer(layers[layer], {"score": scores}, params)]
-                part_ways(scored, table[0], table[0], position, 0, config)
+                part_ways(scored, table[0], table[0], OWN, 0, config)
             op(query, key, value, layers[layer], rows, params, output)
             outputs.append(output)
         births = torch.cat([pages.births[[7, 3, 11]] for pages in layers])
@@ -226,16 +234,70 @@ def test_budgets_by_head_equal_reference(layer, read, merge):
     assert torch.equal(births, expected_births)
 
 
-@pytest.mark.parametrize("position", [47, 199])
-def test_heads_are_chosen_for_together_as_each_alone(position):
+@pytest.mark.parametrize(("read", "merge"), [(1.0, False), (0.5, False), (1.0, True)])
+def test_requests_with_splits_of_their_own_decode_side_by_side(read, merge):
+    """One whose heads are alike and two that split differently: each as alone."""
+    together, kernel = decode_splits(reference, read, merge), cpu
+    torch.testing.assert_close(
+        decode_splits(kernel, read, merge), together, rtol=1e-5, atol=1e-5
+    )
+    alone = decode_splits(kernel, read, merge, apart=True)
+    assert torch.equal(decode_splits(kernel, read, merge), alone)
+
+
+def decode_splits(kernel, read, merge, apart=False):
+    """`[steps, 3 rows, 9, 64]` attention of the first of three layers."""
+    splits = [[2, 5, 1], [5, 1, 3], [2, 3, 5]], [[4, 1, 3], [1, 5, 3], [4, 3, 3]]
+    params = params_of(
+        mean=True, recent_slots=16, heavy_slots=32, read=read, merge=merge
+    )
+    caches = [make_cache(torch.float32, 3, 64, 16) for _ in splits[0]]
+    layers = [pages_of(cache, params) for cache in caches]
+    own = PlacementTable(layers, params.layout, most_blocks=[5] * 3, capacity=3)
+    for index, blocks in enumerate(splits, 1):
+        own.put(index, Placement.of_blocks(blocks, 3, H2OConfig(sinks=4), 16))
+    params = replace(params, placements=own.parts()[0])
+    blocks = torch.tensor([[7, 3, 11], [1, 9, 4], [2, 6, 5]], dtype=torch.int32)
+    generator, outputs = torch.Generator().manual_seed(5), []
+    for position in range(150):
+        if position == params.layout.budget:
+            for index in (1, 2):
+                part_in_place(kernel, layers[0], blocks[index], index, params)
+        query = torch.randn(3, 9, 64, generator=generator).mul(2)
+        key, value = torch.randn(2, 3, 3, 64, generator=generator)
+        output = torch.full_like(query, float("nan"))
+        parted = position >= params.layout.budget
+        placements = torch.arange(3, dtype=torch.int32) * parted
+        for i in torch.arange(3).split(1 if apart else 3):
+            at, never = torch.full((len(i),), position), torch.zeros(len(i)).long()
+            rows = ResidentRows(blocks[i], at, never, placements=placements[i])
+            part = torch.empty_like(query[i])
+            kernel.decode_resident(
+                query[i], key[i], value[i], layers[0], rows, params, part
+            )
+            output[i] = part
+        outputs.append(output)
+    return torch.stack(outputs)
+
+
+def part_in_place(kernel, pages, blocks, index, params):
+    """A request has filled the budget: its heads get their own slots."""
+    scores = pages.scores[blocks.long()].transpose(0, 1).flatten(1)
+    layer = ScoredLayer(pages, {"score": scores}, params)
+    config = H2OConfig(sinks=4, pooling=1)
+    kernel.transition([layer], blocks, blocks, index, 0, config)
+
+
+@pytest.mark.parametrize(("position", "placement"), [(47, ALIKE), (199, OWN)])
+def test_heads_are_chosen_for_together_as_each_alone(position, placement):
     """Heads 0 and 2 are poor: no spans for them, whatever the others get."""
     blocks = [[2, 5, 1, 3], [4, 1, 5, 3]]
     config = H2OConfig(sinks=4, pooling=7, score="sum")
     pages = [Pages.view(make_cache(torch.float32, 4, 64, 16)) for _ in blocks]
     params = replace(params_of(), placements=placements_of(pages, 0, blocks))
     scores = torch.rand(4, position + 1)
-    chosen = reference.choose({"score": scores}, position, 0, config, params)
-    layouts = params.layouts_at(position, 4)
+    chosen = reference.choose({"score": scores}, placement, 0, config, params)
+    layouts = params.layouts_of(placement, 4)
     for head, layout in enumerate(layouts):
         pooling = 1 if layout.budget < 48 else 7
         mine = scores[head : head + 1]

@@ -11,6 +11,7 @@ from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
 from vllm_h2o.attention import metadata as metadata_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
 from vllm_h2o.attention.metadata import StepRows, _select_rows
+from vllm_h2o.attention.placements import OWN
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -74,10 +75,10 @@ def build(scheduled, batch, **given):
     if "fills" not in batch:
         assert not parted
         return metadata, common, spec
-    ((layers, source, target, position, first_query, policy),) = parted
+    ((layers, source, target, placement, first_query, policy),) = parted
     assert layers == [layer] and source is target
     assert target.tolist() == filled_blocks(common, spec, batch)
-    assert (position, first_query, policy) == (BUDGET, 0, spec.h2o)
+    assert (placement, first_query, policy) == (OWN, 0, spec.h2o)
     return metadata, common, spec
 
 

@@ -24,6 +24,7 @@ from vllm_h2o.attention.ops.triton import decode
 from vllm_h2o.attention.placements import PlacementTable
 from vllm_h2o.attention.prompt import observe_prompt
 from vllm_h2o.core.plan import RowPlan
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.placement import Placement
 
 DECODE = ["attend_kernel", "combine_kernel"]
@@ -96,9 +97,11 @@ def make_layers(config, blocks=None):
             for i in range(2)
         ]
     if blocks is not None:
-        placement = Placement.of_blocks(blocks, 4, layers[0].impl.h2o, 16)
+        config = layers[0].impl.h2o
+        layout = SlotLayout.of_blocks(config, 16, 4)
+        placement = Placement.of_blocks(blocks, 4, config, 16)
         pages = [layer.impl.view(layer.kv_cache) for layer in layers]
-        parts = PlacementTable.of(pages, placement).parts()
+        parts = PlacementTable.of(pages, layout, placement).parts()
         for layer, part in zip(layers, parts, strict=True):
             layer.impl.placements = part
     return layers

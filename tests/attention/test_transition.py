@@ -13,6 +13,7 @@ from tests.attention.test_decode import (  # noqa: F401  pytest finds `threads` 
     threads,
 )
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, cpu, reference
+from vllm_h2o.attention.placements import ALIKE, OWN
 from vllm_h2o.policy.config import H2OConfig
 
 BLOCKS = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
@@ -42,13 +43,19 @@ def make_layers(dtype, blocks, num_tokens, params, by_head):
     return layers
 
 
-def check(num_tokens, source, position, config, dtype=torch.float32, by_head=True):
+def placement_of(num_tokens, source, by_head):
+    """Own ones for those that fill the budget: their prompt does, or they part."""
+    return OWN if by_head and (num_tokens > BUDGET or source is TABLE) else ALIKE
+
+
+def check(num_tokens, source, config, dtype=torch.float32, by_head=True):
     """Every byte of every layer is the same afterwards."""
     params = params_of(mean=True, unit=config.eviction_unit, sinks=config.sinks)
     results = []
     for op in (reference.transition, cpu.transition):
         layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
-        op(layers, source, TABLE, position, num_tokens // 2, config)
+        placement = placement_of(num_tokens, source, by_head)
+        op(layers, source, TABLE, placement, num_tokens // 2, config)
         results.append([layer.pages for layer in layers])
     for expected, actual in zip(*results, strict=True):
         for name in ("keys", "values", "scores", "births"):
@@ -64,19 +71,19 @@ def check(num_tokens, source, position, config, dtype=torch.float32, by_head=Tru
 def test_a_prompt(dtype, num_tokens, by_head):
     """Shorter than a page, at the budget, beyond that of the richest head."""
     config = H2OConfig(sinks=4, pooling=3)
-    check(num_tokens, PROMPT, num_tokens - 1, config, dtype, by_head)
+    check(num_tokens, PROMPT, config, dtype, by_head)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parting_in_place(dtype):
     """Sources are overwritten; rich heads keep all, where they are."""
     config = H2OConfig(sinks=4, pooling=3)
-    check(BUDGET, TABLE, BUDGET, config, dtype)
+    check(BUDGET, TABLE, config, dtype)
 
 
 def test_whole_blocks():
     config = H2OConfig(sinks=4, eviction_unit="block", pooling=1)
-    check(160, PROMPT, 159, config, by_head=False)
+    check(160, PROMPT, config, by_head=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,16 +92,16 @@ def test_whole_blocks():
 @pytest.mark.parametrize("num_tokens", [17, 40, 80, 160])
 def test_what_the_next_token_finds_of_a_prompt(dtype, option, by_head, num_tokens):
     """A page's bound is there when the prompt is, and keys' lengths are."""
-    check_next_token(dtype, option, by_head, num_tokens, PROMPT, num_tokens - 1)
+    check_next_token(dtype, option, by_head, num_tokens, PROMPT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("option", ["read", "merge"])
 def test_what_the_next_token_finds_when_heads_have_parted(dtype, option):
-    check_next_token(dtype, option, True, BUDGET, TABLE, BUDGET)
+    check_next_token(dtype, option, True, BUDGET, TABLE)
 
 
-def check_next_token(dtype, option, by_head, num_tokens, source, position):
+def check_next_token(dtype, option, by_head, num_tokens, source):
     sinks = 4 if by_head else 0  # one page to choose in that of 3 blocks; two
     params = params_of(
         mean=True, sinks=sinks, **{option: 0.3 if option == "read" else True}
@@ -104,11 +111,17 @@ def check_next_token(dtype, option, by_head, num_tokens, source, position):
     query = torch.randn(1, 9, 64, generator=generator).to(dtype)
     key, value = torch.randn(2, 1, 3, 64, generator=generator).to(dtype)
     first_query = torch.tensor([num_tokens // 2])
-    rows = ResidentRows(TABLE[None], torch.tensor([num_tokens]), first_query)
+    placement = placement_of(num_tokens, source, by_head)
+    rows = ResidentRows(
+        TABLE[None],
+        torch.tensor([num_tokens]),
+        first_query,
+        placements=torch.tensor([placement], dtype=torch.int32),
+    )
     results = []
     for kernel in (reference, cpu):
         layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
-        kernel.transition(layers, source, TABLE, position, num_tokens // 2, config)
+        kernel.transition(layers, source, TABLE, placement, num_tokens // 2, config)
         found = [torch.full_like(query, float("nan")) for _ in layers]
         for layer, output in zip(layers, found, strict=True):
             kernel.decode_resident(

@@ -15,7 +15,7 @@ from vllm_h2o.attention.ops.triton import (
     decode_resident,
     launch,
 )
-from vllm_h2o.attention.placements import PlacementTable
+from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean, Sum
@@ -50,7 +50,7 @@ def make_layers(dtype, head_size, size, num_rows):
 def params_of(layers, layer, size, **options):
     layout = SlotLayout.of_blocks(CONFIG, size, BUDGET_BLOCKS)
     placement = Placement.of_blocks(BLOCKS, BUDGET_BLOCKS, CONFIG, size)
-    own = PlacementTable.of(layers, placement).parts()[layer]
+    own = PlacementTable.of(layers, layout, placement).parts()[layer]
     options = {"softcap": 0.0, "method": Mean()} | options
     return DecodeParams(layout, 0.17, placements=own, **options)
 
@@ -65,6 +65,8 @@ def check(layer, positions, dtype=torch.float32, head_size=64, size=16, group=3,
         return torch.randn(shape, generator=generator).to(dtype)
 
     tokens = random(2 * group) * 2, random(2), random(2)
+    budget = BUDGET_BLOCKS * size
+    placements = torch.tensor([OWN if p >= budget else ALIKE for p in positions]).int()
     rows = (table, torch.tensor(positions), torch.tensor([9] * len(positions)))
     results = []
     for op, device in ((reference.decode_resident, "cpu"), (decode_resident, DEVICE)):
@@ -72,7 +74,9 @@ def check(layer, positions, dtype=torch.float32, head_size=64, size=16, group=3,
         params = params_of(own, layer, size, **how)
         query, key, value = (tensor.to(device) for tensor in tokens)
         output = torch.full_like(query, float("nan"))
-        on_device = ResidentRows(*(tensor.to(device) for tensor in rows))
+        on_device = ResidentRows(
+            *(tensor.to(device) for tensor in rows), placements=placements.to(device)
+        )
         if op is decode_resident:
             scratch = DecodeScratch.allocate(
                 len(positions), 2 * group, 2, head_size, params.largest_budget,
@@ -143,10 +147,10 @@ def test_parting_in_place(layer):
         params = params_of(own, layer, 16)
         blocks = table[0].to(device)
         scores = own[layer].scores[blocks.long()].transpose(0, 1).flatten(1)
-        chosen = check_choice(scores, 48, 9, CONFIG, params)
+        chosen = check_choice(scores, OWN, 9, CONFIG, params)
         assert {*(chosen.slots >= 0).sum(dim=1).tolist()} <= {16, 32, 48}
         state = {"score": scores}
-        copy(own[layer], blocks, blocks, 48, chosen, state, params)
+        copy(own[layer], blocks, blocks, OWN, chosen, state, params)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
@@ -164,9 +168,9 @@ def test_transition_into_borrowed_pages(dtype):
         own = [clone(pages, device) for pages in layers]
         params = params_of(own, 0, 16)
         state = {"score": scores.to(device)}
-        chosen = check_choice(state["score"], 77, 60, CONFIG, params)
+        chosen = check_choice(state["score"], OWN, 60, CONFIG, params)
         assert (chosen.slots >= 0).sum(dim=1).tolist() == [16, 77]
-        copy(own[0], dense.to(device), resident.to(device), 77, chosen, state, params)
+        copy(own[0], dense.to(device), resident.to(device), OWN, chosen, state, params)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
@@ -174,18 +178,18 @@ def test_transition_into_borrowed_pages(dtype):
 
 
 def test_tables_reach_past_every_budget():
-    """Also in a layer whose heads all have less than the common budget."""
+    """As wide in a layer whose heads all have less than the common budget."""
     layers, _ = make_layers(torch.float16, 64, 16, 1)
     sizes, columns, offsets, words = params_of(layers, 2, 16).head_tables
-    assert sizes.tolist() == [[32, 16], [32, 16]]
-    assert columns.shape == offsets.shape == words.shape == (3, BUDGET_BLOCKS)
-    assert columns[0].tolist() == [0, 1, 2]
+    assert sizes.tolist() == [[48, 16], [48, 16], [32, 16], [32, 16]]
+    assert columns.shape == offsets.shape == words.shape == (4, 5)
+    assert columns[0].tolist() == [0, 1, 2, 3, 4] and not offsets[:2].any()
     params = params_of(layers, 0, 16)
     assert params.largest_budget == 80
     distance = layers[1].keys.data_ptr() - layers[0].keys.data_ptr()
-    lent = params.placements.pages[1][3:]
+    lent = params.placements.pages(OWN)[1][3:]
     assert {page.layer for page in lent} <= {1, 2}
     at = [page.layer for page in lent].index(1)
-    assert params.head_tables[2][2, 3 + at] == distance // 2
-    assert params.head_tables[3][2, 3 + at] == distance // 4
+    assert params.head_tables[2][2 + 1, 3 + at] == distance // 2
+    assert params.head_tables[3][2 + 1, 3 + at] == distance // 4
     assert replace(params, placements=None).head_tables is None

@@ -17,7 +17,7 @@ from vllm_h2o.attention.ops import (
 )
 from vllm_h2o.attention.ops.triton import selection
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import PlacementTable
+from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 from vllm_h2o.policy.placement import Placement
@@ -32,7 +32,7 @@ def check(scores, layout=LAYOUT, config=SUM):
     num_tokens = scores.shape[1]
     params = DecodeParams(layout, 1.0, 0.0, config.method)
     first_query = first_observer(config, num_tokens)
-    return check_both(scores, num_tokens - 1, first_query, config, params)
+    return check_both(scores, ALIKE, first_query, config, params)
 
 
 def check_both(scores, *args):
@@ -131,14 +131,14 @@ def test_budgets_by_head(num_tokens, distinct):
     pages = empty_pages(4, 4, 64, 16, torch.float16, DEVICE)
     blocks = [2, 7, 1, 4]
     placement = Placement.of_blocks([blocks, [4, 1, 7, 4]], 4, config, 16)
-    own = PlacementTable.of([pages, pages], placement).parts()[0]
     layout = SlotLayout.of_blocks(config, 16, 4)
+    own = PlacementTable.of([pages, pages], layout, placement).parts()[0]
     params = DecodeParams(layout, 1.0, 0.0, config.method, own)
     scores = random(num_tokens, 4, distinct).to(DEVICE)
     first_query = first_observer(config, num_tokens)
-    for position in {num_tokens - 1, max(num_tokens, 64)}:
-        chosen = check_both(scores, position, first_query, config, params)
-        budgets = [x.budget for x in params.layouts_at(position, 4)]
+    for placement in {OWN if num_tokens > 64 else ALIKE, OWN}:
+        chosen = check_both(scores, placement, first_query, config, params)
+        budgets = [x.budget for x in params.layouts_of(placement, 4)]
         kept = (chosen.positions >= 0).sum(dim=1).tolist()
         assert kept == [min(num_tokens, budget) for budget in budgets]
 

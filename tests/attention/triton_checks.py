@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.ops import DecodeParams, reference
 from vllm_h2o.attention.ops.triton import choose, compress, decode_resident, observe
+from vllm_h2o.attention.placements import ALIKE
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 from vllm_h2o.policy.methods import Sum
 
@@ -91,13 +92,13 @@ def poisoned():
         torch.use_deterministic_algorithms(False)
 
 
-def check_choice(scores, position, first_query, config, params):
+def check_choice(scores, placement, first_query, config, params):
     """Both choose the same tokens for the same slots, ties included; return them."""
     expected = reference.choose(
-        {"score": scores.cpu()}, position, first_query, config, params
+        {"score": scores.cpu()}, placement, first_query, config, params
     )
     with poisoned():
-        actual = choose({"score": scores}, position, first_query, config, params)
+        actual = choose({"score": scores}, placement, first_query, config, params)
     check_same_choice(actual, expected)
     return actual
 
@@ -124,8 +125,8 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     scores = scores.to(DEVICE)
     params = DecodeParams(layout, SCALE, 0.0, config.method)
     first_query = first_observer(config, num_tokens)
-    chosen = check_choice(scores, num_tokens, first_query, config, params)
+    chosen = check_choice(scores, ALIKE, first_query, config, params)
     expected = clone(pages)
     for copy, into in ((reference.compress, expected), (compress, pages)):
-        copy(into, dense, resident, num_tokens, chosen, {"score": scores}, params)
+        copy(into, dense, resident, ALIKE, chosen, {"score": scores}, params)
     assert torch.equal(content(pages), content(expected))

@@ -12,6 +12,7 @@ import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import ALIKE, OWN
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.settings import parse_settings
 from vllm_h2o.policy.layout import first_observer
@@ -139,11 +140,13 @@ _Slot = tuple[Pages, tuple[int, int, int]]
 def _held(impl: Any, blocks: torch.Tensor, end: int, head: int) -> list[_Slot]:
     """Where a KV head holds tokens of a request of `end` tokens."""
     params, pages = impl._params, impl._pages
-    layout = params.layouts_at(end - 1, head + 1)[head]
-    places = [(pages, int(block)) for block in blocks]
     own = params.placements
-    if own is not None and end > params.layout.budget:
-        places = [(own.layers[p.layer], blocks[p.column]) for p in own.pages[head]]
+    parted = own is not None and end > params.layout.budget
+    layout = params.layouts_of(OWN if parted else ALIKE, head + 1)[head]
+    places = [(pages, int(block)) for block in blocks]
+    if own is not None and parted:
+        pages_of_head = own.pages(OWN)[head]
+        places = [(own.layers[p.layer], blocks[p.column]) for p in pages_of_head]
     size, last = layout.block_size, layout.slot(end - 1)
     slots = range(min(end, layout.budget))
     if layout.whole_blocks and end > layout.budget:

@@ -25,7 +25,7 @@ from vllm_h2o.attention.ops import (
     transition,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import LayerPlacements
+from vllm_h2o.attention.placements import ALIKE, OWN, LayerPlacements
 from vllm_h2o.attention.prompt import observe_prompt
 from vllm_h2o.attention.reading import Reading
 from vllm_h2o.core.settings import h2o_config
@@ -161,7 +161,8 @@ class H2OImpl(_Stock):
         prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
         observe(query, pages, prompt, position, state, params)
         layer = ScoredLayer(pages, state, params)
-        transition([layer], prompt, resident, position, position, self.h2o)
+        placement = OWN if params.placements else ALIKE
+        transition([layer], prompt, resident, placement, position, self.h2o)
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
             key = query[:, :num_kv_heads]

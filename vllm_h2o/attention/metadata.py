@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, transition
+from vllm_h2o.attention.placements import ALIKE, OWN
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
@@ -35,6 +36,7 @@ class ObservedPrompt:
         dense_blocks: `[cdiv(seq_len, block_size)]` int32 block ids.
         resident_blocks: `[num_resident]` int32 block ids in the transition
             step, else None.
+        placement: Index of the placement that the transition is to.
         attends: Whether our kernel attends too; else stock's has done so.
         partial: State of earlier steps.
         later: What the next step begins with, for this request; takes more.
@@ -45,6 +47,7 @@ class ObservedPrompt:
     plan: RowPlan
     dense_blocks: torch.Tensor
     resident_blocks: torch.Tensor | None
+    placement: int
     attends: bool
     partial: PartialStates
     later: list[Callable[[], None]]
@@ -165,6 +168,7 @@ class H2OMetadataBuilder(_Stock):
         max_rows = vllm_config.scheduler_config.max_num_seqs
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._first_queries = torch.zeros_like(self._positions)
+        self._placements = torch.zeros_like(self._positions, dtype=torch.int32)
         self._block_table = torch.zeros(
             max_rows, self.layout.budget_blocks, dtype=torch.int32, device=device
         )
@@ -185,6 +189,7 @@ class H2OMetadataBuilder(_Stock):
         """
         assert self.compresses
         self.step, self.parting = step, parting
+        self._views.clear()
 
     def build(
         self,
@@ -266,6 +271,9 @@ class H2OMetadataBuilder(_Stock):
         torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
         first_queries = plan.first_queries
         async_tensor_h2d(first_queries, out=self._first_queries[: len(first_queries)])
+        if rows.placements is not None:
+            placements = self._placement_of(plan.num_computed_tokens).astype(np.int32)
+            async_tensor_h2d(placements, out=rows.placements[: len(placements)])
         table, first = common.block_table_tensor[:num_rows], self.spec.dense_columns
         resident = table[:, first : first + self.layout.budget_blocks]
         if (plan.num_computed_tokens < first_queries).any():
@@ -297,8 +305,17 @@ class H2OMetadataBuilder(_Stock):
                 self._positions[:num_rows],
                 self._first_queries[:num_rows],
                 self._scratch,
+                self._placements[:num_rows] if self.parting else None,
             )
         return self._views[num_rows]
+
+    def _placement_of(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Index of a request's placement when a token comes after so many.
+
+        Below the budget slot(p) is p, in pages of the head's own, whatever the split.
+        """
+        own = OWN if self.parting else ALIKE
+        return np.where(num_tokens >= self.layout.budget, own, ALIKE)
 
     def _part_ways(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
         """Give heads their own slots in rows that have just filled the budget.
@@ -318,9 +335,7 @@ class H2OMetadataBuilder(_Stock):
                 for layer in self.parting
             ]
             first_query = rows.row(i).first_query
-            transition(
-                layers, blocks, blocks, self.layout.budget, first_query, self.spec.h2o
-            )
+            transition(layers, blocks, blocks, OWN, first_query, self.spec.h2o)
 
     def _attends(self, common: CommonAttentionMetadata, row: RowPlan) -> bool:
         """Whether our kernel, which is causal, attends in this step of a prompt."""
@@ -349,6 +364,7 @@ class H2OMetadataBuilder(_Stock):
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
+                    placement=int(self._placement_of(np.array(row.prefill_end - 1))),
                     attends=self._attends(common, row),
                     partial=self.step.partial_states(rows.request_ids[i]),
                     later=self.step.later.setdefault(rows.request_ids[i], []),

@@ -1,7 +1,7 @@
 """The placements of requests, where the kernels read them.
 
-The tensors of a table stay where they are and are written in place: kernels, and graphs
-that are captured of them, keep their addresses.
+The tensors of a table stay where they are and are written in place: the C kernels keep
+their addresses. A GPU's kernels read a copy that is made when a layer first runs.
 """
 
 from __future__ import annotations
@@ -15,59 +15,75 @@ from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.placement import PageOf, Placement
 
-OWN = 1
-"""Where the placement is that requests have from the position `layout.budget` on."""
+ALIKE, OWN = 0, 1
+"""Where a table has the placement of a request that does not fill its budget, and the
+one that requests have from then on."""
 
 
 class PlacementTable:
     """The placements of a KV cache group.
 
+    At the index `ALIKE` all heads have the slots of the engine's layout, and page i of
+    a head is in the resident block of column i.
+
     Attributes:
         layers: Pages of all evicting layers.
-        placements: By index, None where there is none: at index 0 all heads are alike,
-            and page i of a head is in the resident block of column i.
+        most_blocks: `[num_layers]` of a head, in any placement.
         sizes: `[num_layers, capacity, num_kv_heads, 2]` int64: budget, heavy slots.
         order: `[num_layers, capacity, num_kv_heads]` int64 heads, those with the
             largest budget first.
-        columns: `[num_layers, capacity, num_kv_heads, most_blocks]` int32 resident
+        columns: `[num_layers, capacity, num_kv_heads, max(most_blocks)]` int32 resident
             block of each page.
         offsets: The same, int64 bytes from our pages to the lender's.
     """
 
     def __init__(
-        self, layers: Sequence[Pages], most_blocks: int, capacity: int = OWN + 1
+        self,
+        layers: Sequence[Pages],
+        layout: SlotLayout,
+        most_blocks: Sequence[int],
+        capacity: int = OWN + 1,
     ) -> None:
-        """Make an empty table.
+        """Make a table that has no placement but that at `ALIKE`.
 
         Args:
             layers: Pages of all evicting layers.
-            most_blocks: Of a head, in any placement.
+            layout: The slots of a head on average.
+            most_blocks: `[num_layers]` of a head, in any placement.
             capacity: How many placements there is room for.
         """
         shape = len(layers), capacity, layers[0].keys.shape[1]
-        self.layers = layers
-        self.placements: list[Placement | None] = [None] * capacity
+        self.layers, self.most_blocks = layers, most_blocks
+        self._placements: dict[int, Placement] = {}
+        width = max(*most_blocks, layout.budget_blocks)
         self.sizes = torch.zeros(*shape, 2, dtype=torch.int64)
-        self.order = torch.zeros(shape, dtype=torch.int64)
-        self.columns = torch.zeros(*shape, most_blocks, dtype=torch.int32)
-        self.offsets = torch.zeros(*shape, most_blocks, dtype=torch.int64)
+        self.sizes[:, ALIKE] = torch.tensor([layout.budget, layout.heavy_slots])
+        self.order = torch.arange(shape[2]).repeat(*shape[:2], 1)
+        self.columns = torch.arange(width).int().repeat(*shape, 1)
+        self.offsets = torch.zeros(*shape, width, dtype=torch.int64)
 
     @classmethod
-    def of(cls, layers: Sequence[Pages], placement: Placement) -> PlacementTable:
+    def of(
+        cls, layers: Sequence[Pages], layout: SlotLayout, placement: Placement
+    ) -> PlacementTable:
         """A table of one placement, at `OWN`."""
-        most = max(len(pages) for heads in placement.pages for pages in heads)
-        table = cls(layers, most)
+        most = [max(len(pages) for pages in heads) for heads in placement.pages]
+        table = cls(layers, layout, most)
         table.put(OWN, placement)
         return table
+
+    def placement(self, index: int) -> Placement:
+        """The placement that has been put there."""
+        return self._placements[index]
 
     def parts(self) -> list[LayerPlacements]:
         """Each layer's part."""
         return [LayerPlacements(self, layer) for layer in range(len(self.layers))]
 
     def put(self, index: int, placement: Placement) -> None:
-        """Write a placement, `1 <= index < capacity`."""
-        assert index
-        self.placements[index] = placement
+        """Write a placement, anywhere but at `ALIKE`."""
+        assert index != ALIKE
+        self._placements[index] = placement
         starts = [pages.keys.data_ptr() for pages in self.layers]
         sizes = [
             [(layout.budget, layout.heavy_slots) for layout in layer]
@@ -86,7 +102,7 @@ class PlacementTable:
 
 @dataclass(frozen=True, eq=False)
 class LayerPlacements:
-    """One layer's part of a table, of the placement at `OWN`.
+    """One layer's part of a table; its tensors are views of the table's.
 
     Attributes:
         table: The table.
@@ -96,15 +112,13 @@ class LayerPlacements:
     table: PlacementTable
     layer: int
 
-    @property
-    def layouts(self) -> Sequence[SlotLayout]:
-        """`[num_kv_heads]` the slots of each head."""
-        return self._placement.layouts[self.layer]
+    def layouts(self, index: int) -> Sequence[SlotLayout]:
+        """`[num_kv_heads]` the slots of each head, by the placement at `index`."""
+        return self.table.placement(index).layouts[self.layer]
 
-    @property
-    def pages(self) -> Sequence[Sequence[PageOf]]:
+    def pages(self, index: int) -> Sequence[Sequence[PageOf]]:
         """`[num_kv_heads][blocks of the head]` where they are."""
-        return self._placement.pages[self.layer]
+        return self.table.placement(index).pages[self.layer]
 
     @property
     def layers(self) -> Sequence[Pages]:
@@ -112,27 +126,26 @@ class LayerPlacements:
         return self.table.layers
 
     @property
+    def most_blocks(self) -> int:
+        """Of a head of this layer, in any placement."""
+        return self.table.most_blocks[self.layer]
+
+    @property
     def sizes(self) -> torch.Tensor:
-        """`[num_kv_heads, 2]`, see the table, as are the next three."""
-        return self.table.sizes[self.layer, OWN]
+        """`[capacity, num_kv_heads, 2]`, see the table, as are the next three."""
+        return self.table.sizes[self.layer]
 
     @property
     def order(self) -> torch.Tensor:
-        """`[num_kv_heads]`."""
-        return self.table.order[self.layer, OWN]
+        """`[capacity, num_kv_heads]`."""
+        return self.table.order[self.layer]
 
     @property
     def columns(self) -> torch.Tensor:
-        """`[num_kv_heads, most_blocks]`."""
-        return self.table.columns[self.layer, OWN]
+        """`[capacity, num_kv_heads, width]`."""
+        return self.table.columns[self.layer]
 
     @property
     def offsets(self) -> torch.Tensor:
-        """`[num_kv_heads, most_blocks]`."""
-        return self.table.offsets[self.layer, OWN]
-
-    @property
-    def _placement(self) -> Placement:
-        placement = self.table.placements[OWN]
-        assert placement is not None
-        return placement
+        """`[capacity, num_kv_heads, width]`."""
+        return self.table.offsets[self.layer]

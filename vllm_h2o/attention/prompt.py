@@ -86,7 +86,7 @@ def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
         prompt.layers,
         prompt.dense_blocks,
         prompt.resident_blocks,
-        prompt.plan.prefill_end - 1,
+        prompt.placement,
         prompt.plan.first_query,
         config,
     )

@@ -205,7 +205,7 @@ class H2OWorker(_Stock):
             slice(first, first + count),
         )
         pages = [layer.impl.view(layer.kv_cache) for layer in layers]
-        table = PlacementTable.of(pages, placement)
+        table = PlacementTable.of(pages, builder.layout, placement)
         for layer, part in zip(layers, table.parts(), strict=True):
             layer.impl.placements = part
         budgets = placement.budgets

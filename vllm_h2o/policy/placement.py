@@ -34,10 +34,12 @@ class Placement:
     """The slots of one request on this rank.
 
     Attributes:
+        budget: Slots of a head on average.
         layouts: `[num_layers][num_kv_heads]` the slots of each head.
         pages: `[num_layers][num_kv_heads][blocks of the head]` where they are.
     """
 
+    budget: int
     layouts: Sequence[Sequence[SlotLayout]]
     pages: Sequence[Sequence[Sequence[PageOf]]]
 
@@ -61,7 +63,7 @@ class Placement:
             [SlotLayout.of_blocks(config, block_size, wanted) for wanted in layer]
             for layer in blocks
         ]
-        return cls(layouts, lend(blocks, budget_blocks))
+        return cls(budget_blocks * block_size, layouts, lend(blocks, budget_blocks))
 
     @property
     def budgets(self) -> list[int]:

@@ -104,7 +104,7 @@ static void h2o_heaviest(const float *values, int64_t length, int64_t count,
 }
 
 /* One head; `scratch` has three times num_tokens floats. A head with less than the
- * common budget does not pool: it has no room for spans. */
+ * request has on average, target.budget, does not pool: it has no room for spans. */
 static void h2o_choose_head(const h2o_transition_args *c, int64_t head, float *scratch) {
     const h2o_slots target = h2o_slots_of(&c->target, 0, head);
     const int64_t budget = target.budget, heavy = target.heavy_slots;

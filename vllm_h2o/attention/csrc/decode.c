@@ -45,11 +45,13 @@ typedef struct {
     const int32_t *block_table;   /* [num_rows, budget_blocks] */
     const int64_t *positions;     /* [num_rows] position of the new token */
     const int64_t *first_queries; /* [num_rows] first query that scores */
-    /* Heads with budgets of their own, all NULL for none: */
-    const int64_t *head_layouts;  /* [num_kv_heads][2] budget, heavy slots */
-    const int64_t *head_offsets;  /* [num_kv_heads][head_blocks] see h2o_slots */
-    const int32_t *head_columns;  /* [num_kv_heads][head_blocks] */
-    const int64_t *head_order;    /* [num_kv_heads] heads, the largest budget first */
+    const int32_t *placements;    /* [num_rows] in the tables below; NULL: all 0 */
+    /* How heads split slots, by placement; all NULL for none. Of 0 only the order is
+     * read: there all have `budget` and `heavy_slots`, in blocks of their own. */
+    const int64_t *head_layouts;  /* [.][num_kv_heads][2] budget, heavy slots */
+    const int64_t *head_offsets;  /* [.][num_kv_heads][head_blocks] see h2o_slots */
+    const int32_t *head_columns;  /* [.][num_kv_heads][head_blocks] */
+    const int64_t *head_order;    /* [.][num_kv_heads] the largest budget first */
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_size;
     int64_t query_stride, key_stride, value_stride, output_stride;
     int64_t block_table_stride, page_stride, state_offset;
@@ -98,7 +100,11 @@ typedef struct {
 /* Whether the row's query scores. */
 #define H2O_SCORES(r) (H2O_TRACKS && (r)->position >= (r)->first_query)
 
-/* Heads go their own ways from the position on that outgrows the budget. */
+/* The index of the row's placement. */
+static inline int64_t h2o_placement_of(const h2o_decode_args *a, int64_t row) {
+    return a->placements ? a->placements[row] : 0;
+}
+
 static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
                                      int64_t head) {
     h2o_slots r = {.blocks = a->block_table + row * a->block_table_stride,
@@ -107,11 +113,13 @@ static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
                    .heavy_slots = a->heavy_slots,
                    .position = a->positions[row],
                    .first_query = a->first_queries[row]};
-    if (a->head_layouts && r.position >= a->budget) {
-        r.budget = a->head_layouts[2 * head];
-        r.heavy_slots = a->head_layouts[2 * head + 1];
-        r.offset = a->head_offsets + head * a->head_blocks;
-        r.column = a->head_columns + head * a->head_blocks;
+    const int64_t placement = h2o_placement_of(a, row);
+    if (placement) {
+        const int64_t at = placement * a->num_kv_heads + head;
+        r.budget = a->head_layouts[2 * at];
+        r.heavy_slots = a->head_layouts[2 * at + 1];
+        r.offset = a->head_offsets + at * a->head_blocks;
+        r.column = a->head_columns + at * a->head_blocks;
     }
     r.slot = r.position < r.heavy_slots
                  ? r.position

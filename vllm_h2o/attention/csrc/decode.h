@@ -498,7 +498,8 @@ int NAME(const h2o_decode_args *a) {
             int64_t row = i / a->num_kv_heads, head = i % a->num_kv_heads;
             if (a->head_order) {
                 row = i % a->num_rows;
-                head = a->head_order[i / a->num_rows];
+                head = a->head_order[h2o_placement_of(a, row) * a->num_kv_heads +
+                                     i / a->num_rows];
             }
             if (scratch) FN(step)(a, row, head, scratch);
         }
@@ -554,7 +555,7 @@ static inline void FN(set_bounds)(const h2o_decode_args *a, const h2o_slots *tar
                       heavy - s < bs ? heavy - s : bs);
 }
 
-/* Chosen tokens of row 0 into its slots as they are at its position. In place these
+/* Chosen tokens of row 0 into its slots, by its placement. In place these
  * lie in the very pages that tokens leave, so that all are read before one is
  * written; there a head keeps all, which are where they belong, or fills its pages. */
 static int FN(compress_head)(const h2o_transition_args *c, int64_t head) {

@@ -74,7 +74,7 @@ def transition(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
-    position: int,
+    placement: int,
     first_query: int,
     config: H2OConfig,
 ) -> None:
@@ -87,18 +87,16 @@ def transition(
         layers: The layers; of a request's tokens each has scores of its own.
         source_blocks: int32 blocks, the token at position p in block
             `p // block_size`, offset `p % block_size`.
-        target_blocks: `[>= cdiv(min(position + 1, budget), block_size)]` int32
-            resident blocks; the very tensor
-            `source_blocks` if a request is rearranged in its blocks.
-        position: Of the newest token, which these slots are for: decides whether
-            heads have their own. A prompt's last one, or the one that is about to
-            be decoded.
+        target_blocks: `[>= cdiv(min(tokens, budget), block_size)]` int32 resident
+            blocks; the very tensor `source_blocks` if a request is rearranged in its
+            blocks.
+        placement: Index of how the slots are split.
         first_query: Position of the first query that scored.
         config: The policy.
     """
     kernel = _kernel(layers[0].pages.keys)
     kernel.transition(
-        layers, source_blocks, target_blocks, position, first_query, config
+        layers, source_blocks, target_blocks, placement, first_query, config
     )
 
 

@@ -70,7 +70,7 @@ class _Args(ctypes.Structure):
     """Mirror of `h2o_decode_args` in decode.c."""
 
     _fields_ = _fields(
-        "query key value output cache block_table positions first_queries "
+        "query key value output cache block_table positions first_queries placements "
         "head_layouts head_offsets head_columns head_order",
         "num_rows num_heads num_kv_heads head_size block_size "
         "query_stride key_stride value_stride output_stride "
@@ -129,6 +129,7 @@ def decode_resident(
     assert rows.block_table.dtype == torch.int32
     assert rows.block_table.stride(1) == 1
     assert rows.positions.is_contiguous() and rows.first_queries.is_contiguous()
+    placements = rows.placements
     args = _layer_args(pages, params, _Args)
     args.block_table = rows.block_table.data_ptr()
     args.block_table_stride = rows.block_table.stride(0)
@@ -138,6 +139,9 @@ def decode_resident(
     args.output = output.data_ptr()
     args.positions = rows.positions.data_ptr()
     args.first_queries = rows.first_queries.data_ptr()
+    if placements is not None:
+        assert placements.dtype == torch.int32 and placements.is_contiguous()
+        args.placements = placements.data_ptr()
     args.num_rows = num_rows
     args.num_heads = num_heads
     args.query_stride = query.stride(0)
@@ -152,7 +156,7 @@ def transition(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
-    position: int,
+    placement: int,
     first_query: int,
     config: H2OConfig,
 ) -> None:
@@ -161,7 +165,7 @@ def transition(
     The heads of all layers share out the threads: heads with budgets of their own
     have very different amounts of work. What is dropped is merged in torch.
     """
-    choice = choose(layers, position, first_query, config)
+    choice = choose(layers, placement, first_query, config)
     if not layers[0].params.merge:
         compress(layers, source_blocks, target_blocks, choice)
         return
@@ -170,7 +174,7 @@ def transition(
         merges = reference.merge_dropped(pages, source_blocks, chosen, layer.state)
         compress([layer], source_blocks, target_blocks, choice.of_layer(i))
         reference.put_merged(
-            pages, target_blocks, position, chosen, merges, layer.params
+            pages, target_blocks, placement, chosen, merges, layer.params
         )
 
 
@@ -181,12 +185,12 @@ class Choice:
     Attributes:
         tokens: `[2, num_layers, num_kv_heads, most]` int64, contiguous: positions and
             slots of the tokens, see `Chosen`.
-        row: `[2]` int64: the newest token's position, the first query's.
+        row: `[1]` int64: the first query's position; and `[1]` int32: the placement.
         args: The kernels' arguments by layer, which point to all this.
     """
 
     tokens: torch.Tensor
-    row: torch.Tensor
+    row: tuple[torch.Tensor, torch.Tensor]
     args: ctypes.Array[_TransitionArgs]
 
     def of_layer(self, i: int) -> Choice:
@@ -196,17 +200,17 @@ class Choice:
 
 
 def choose(
-    layers: Sequence[ScoredLayer], position: int, first_query: int, config: H2OConfig
+    layers: Sequence[ScoredLayer], placement: int, first_query: int, config: H2OConfig
 ) -> Choice:
     """See `reference.choose`, of every layer; whole blocks are chosen in torch."""
-    choice = _no_choice(layers, position, first_query, config.pooling)
+    choice = _no_choice(layers, placement, first_query, config.pooling)
     if not layers[0].params.layout.whole_blocks:
         _run(_library().h2o_choose, "choose", choice.args)
         return choice
     choice.tokens.fill_(-1)
     for layer, tokens in zip(layers, choice.tokens.unbind(1), strict=True):
         kept = reference.choose(
-            layer.state, position, first_query, config, layer.params
+            layer.state, placement, first_query, config, layer.params
         )
         tokens[0, :, : kept.positions.shape[1]] = kept.positions
         tokens[1, :, : kept.slots.shape[1]] = kept.slots
@@ -214,13 +218,13 @@ def choose(
 
 
 def _no_choice(
-    layers: Sequence[ScoredLayer], position: int, first_query: int, pooling: int
+    layers: Sequence[ScoredLayer], placement: int, first_query: int, pooling: int
 ) -> Choice:
     """Room for a choice, and arguments that point to it."""
     num_kv_heads, num_tokens = layers[0].state["score"].shape
     most = min(num_tokens, max(layer.params.largest_budget for layer in layers))
     tokens = torch.empty(2, len(layers), num_kv_heads, most, dtype=torch.int64)
-    row = torch.tensor([position, first_query])
+    row = torch.tensor([first_query]), torch.tensor([placement], dtype=torch.int32)
     all_args = (_TransitionArgs * len(layers))()
     positions, slots = (part.data_ptr() for part in tokens)
     step = tokens.stride(1) * tokens.element_size()
@@ -230,8 +234,10 @@ def _no_choice(
         assert scores.dtype == torch.float32 and scores.is_contiguous()
         args.target = _layer_args(layer.pages, layer.params, _Args)
         args.target.num_rows = 1
-        args.target.positions = row.data_ptr()
-        args.target.first_queries = row.data_ptr() + row.element_size()
+        # Any position: nothing is asked of it.
+        args.target.positions = args.target.first_queries = row[0].data_ptr()
+        args.target.placements = row[1].data_ptr()
+        args.target.budget = layer.params.budget_of(placement)
         args.positions, args.slots = positions + i * step, slots + i * step
         args.scores = scores.data_ptr()
         args.num_tokens, args.most, args.pooling = num_tokens, most, pooling
@@ -373,7 +379,7 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
         args.head_offsets = own.offsets.data_ptr()
         args.head_columns = own.columns.data_ptr()
         args.head_order = own.order.data_ptr()
-        args.head_blocks = own.columns.shape[1]
+        args.head_blocks = own.columns.shape[2]
     return args
 
 

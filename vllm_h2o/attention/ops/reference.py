@@ -17,6 +17,7 @@ from vllm_h2o.attention.ops.types import (
     ScoredLayer,
 )
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import ALIKE
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.merging import NO_THRESHOLD, merged
@@ -59,47 +60,48 @@ def transition(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
-    position: int,
+    placement: int,
     first_query: int,
     config: H2OConfig,
 ) -> None:
     """See `vllm_h2o.attention.ops.transition`: its two halves, layer by layer."""
     for layer in layers:
         state, params = layer.state, layer.params
-        chosen = choose(state, position, first_query, config, params)
+        chosen = choose(state, placement, first_query, config, params)
         compress(
-            layer.pages, source_blocks, target_blocks, position, chosen, state, params
+            layer.pages, source_blocks, target_blocks, placement, chosen, state, params
         )
 
 
 def choose(
     state: State,
-    position: int,
+    placement: int,
     first_query: int,
     config: H2OConfig,
     params: DecodeParams,
 ) -> Chosen:
     """Select the tokens that each KV head keeps, as `select_residents` says.
 
-    A head with less than the common budget has no room for spans: it picks tokens
-    without pooling. NaN counts as infinite.
+    A head with less than the request has on average has no room for spans: it picks
+    tokens without pooling. NaN counts as infinite.
 
     Args:
         state: See `ScoredLayer`.
-        position: Of the newest token, see `vllm_h2o.attention.ops.transition`.
+        placement: See `vllm_h2o.attention.ops.transition`.
         first_query: Position of the first query that scored.
         config: The policy.
         params: The layer's constants.
     """
     num_kv_heads, num_tokens = state["score"].shape
     heads_of: dict[SlotLayout, list[int]] = {}
-    for head, layout in enumerate(params.layouts_at(position, num_kv_heads)):
+    for head, layout in enumerate(params.layouts_of(placement, num_kv_heads)):
         heads_of.setdefault(layout, []).append(head)
+    budget = params.budget_of(placement)
     queries = Queries(torch.arange(num_tokens), first_query, num_tokens)
     values = params.method.value(state, queries)
     chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for layout, heads in heads_of.items():
-        poor = layout.budget < params.layout.budget
+        poor = layout.budget < budget
         mine = values if len(heads) == num_kv_heads else values[heads]
         pooling = 1 if poor else config.pooling
         positions, slots = select_residents(mine, pooling, layout)
@@ -112,7 +114,7 @@ def compress(
     pages: Pages,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
-    position: int,
+    placement: int,
     chosen: Chosen,
     state: State,
     params: DecodeParams,
@@ -123,15 +125,13 @@ def compress(
         pages: The layer's pages; targets may lie in those of other layers.
         source_blocks: See `vllm_h2o.attention.ops.transition`, and so are the next two.
         target_blocks: Of the slots.
-        position: Of the newest token.
+        placement: Of the request.
         chosen: What to copy, and where to.
         state: See `ScoredLayer`.
         params: The layer's constants.
     """
     blocks = source_blocks.long()
-    rows = ResidentRows(
-        target_blocks[None], torch.tensor([position]), torch.tensor([0])
-    )
+    rows = _rows_of_slots(target_blocks, placement)
     merges = merge_dropped(pages, blocks, chosen, state) if params.merge else None
     for head, held in enumerate(chosen.positions >= 0):
         positions, slots = chosen.positions[head, held], chosen.slots[head, held]
@@ -142,7 +142,13 @@ def compress(
         for what, content in tokens.items():
             target.put(what, slots, content)
     if merges is not None:
-        put_merged(pages, target_blocks, position, chosen, merges, params)
+        put_merged(pages, target_blocks, placement, chosen, merges, params)
+
+
+def _rows_of_slots(blocks: torch.Tensor, placement: int) -> ResidentRows:
+    """A request that nothing is asked of but where its slots are."""
+    nowhere, index = torch.tensor([0]), torch.tensor([placement])
+    return ResidentRows(blocks[None], nowhere, nowhere, placements=index)
 
 
 def merge_dropped(
@@ -181,15 +187,13 @@ def merge_dropped(
 def put_merged(
     pages: Pages,
     target_blocks: torch.Tensor,
-    position: int,
+    placement: int,
     chosen: Chosen,
     merges: list[tuple[torch.Tensor | None, float]],
     params: DecodeParams,
 ) -> None:
     """Overwrite the values of what was chosen; arguments as of `compress`."""
-    rows = ResidentRows(
-        target_blocks[None], torch.tensor([position]), torch.tensor([0])
-    )
+    rows = _rows_of_slots(target_blocks, placement)
     for head, (values, threshold) in enumerate(merges):
         target = _Resident(pages, rows, 0, head, params)
         if values is not None:
@@ -293,16 +297,16 @@ class _Resident:
         self.position = int(rows.positions[row])
         self.first_query = int(rows.first_queries[row])
         num_kv_heads = pages.keys.shape[1]
-        self.layout = params.layouts_at(self.position, num_kv_heads)[head]
+        placement = ALIKE if rows.placements is None else int(rows.placements[row])
+        self.layout = params.layouts_of(placement, num_kv_heads)[head]
         self.pages, self.blocks = pages, rows.block_table[row].long()
-        own = params.placements
-        self.lent = own is not None and self.position >= params.layout.budget
+        self.lent = placement != ALIKE
         blocks = self.blocks.tolist()
         self.places = [(pages, block) for block in blocks]
-        if own is not None and self.lent:
+        if self.lent and (own := params.placements):
             self.places = [
                 (own.layers[page.layer], blocks[page.column])
-                for page in own.pages[head]
+                for page in own.pages(placement)[head]
             ]
         self.slot = self.layout.slot(self.position)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import LayerPlacements
+from vllm_h2o.attention.placements import ALIKE, LayerPlacements
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Method, State, fused_form_of
 
@@ -28,12 +28,15 @@ class ResidentRows:
             scores; a row that has not come to it leaves all scores alone.
         scratch: What the Triton kernels hand to each other, for at least these
             rows; None: made for each call.
+        placements: `[num_rows]` int32 where each row's slots are, an index into the
+            `PlacementTable`; None: `ALIKE` for all.
     """
 
     block_table: torch.Tensor
     positions: torch.Tensor
     first_queries: torch.Tensor
     scratch: Any = None
+    placements: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +52,7 @@ class DecodeParams:
         method: What a token in a slot is worth.
         read: Share of the heavy set's pages that a query reads, see `policy.reading`.
         merge: Whether what is dropped goes into what is kept, see `policy.merging`.
-        placements: How requests split their slots from the position `layout.budget` on;
-            until then, and everywhere where this is None, all heads have the same.
+        placements: How requests split their slots, None where all heads have the same.
     """
 
     layout: SlotLayout
@@ -74,18 +76,18 @@ class DecodeParams:
     @cached_property
     def largest_budget(self) -> int:
         """Most slots that a KV head ever has."""
-        own = self.placements.layouts if self.placements else ()
-        return max(self.layout.budget, *(layout.budget for layout in own), 0)
+        most = self.placements.most_blocks if self.placements else 0
+        return max(self.layout.budget, most * self.layout.block_size)
 
     @cached_property
     def head_tables(self) -> tuple[torch.Tensor, ...] | None:
         """Budgets by head as the Triton kernels read them, on the pages' device.
 
         Returns:
-            None where all heads have the same budget, else
-            `sizes`: `[num_kv_heads, 2]` int32 budget and heavy slots;
-            `columns`: `[num_kv_heads + 1, most blocks]` int32 resident block of each
-            page; row 0 is what all heads have until they part, row g + 1 head g's;
+            None where all heads have the same budget, else, with a row for each KV head
+            of each placement,
+            `sizes`: `[rows, 2]` int32 budget and heavy slots;
+            `columns`: `[rows, most blocks]` int32 resident block of each page;
             `kv_offsets`, `state_offsets`: of the same shape, int64, from our pages
             to the lender's in elements of K and V, and in 4-byte words.
         """
@@ -93,23 +95,27 @@ class DecodeParams:
         if own is None:
             return None
         pages = own.layers[own.layer]
-        most = self.largest_budget // self.layout.block_size
-        num_kv_heads = len(own.pages)
-        columns = torch.arange(most, dtype=torch.int32).repeat(num_kv_heads + 1, 1)
-        offsets = torch.zeros(columns.shape, dtype=torch.int64)
-        for head, row in enumerate(own.pages):
-            columns[head + 1, : len(row)] = own.columns[head, : len(row)]
-            offsets[head + 1, : len(row)] = own.offsets[head, : len(row)]
+        sizes, columns, offsets = (
+            table.flatten(0, 1) for table in (own.sizes, own.columns, own.offsets)
+        )
         item = pages.keys.element_size()
         assert not (offsets % 4).any(), "caches of layers are not aligned to words"
-        tables = (own.sizes.int(), columns, offsets // item, offsets // 4)
+        tables = (sizes.int(), columns, offsets // item, offsets // 4)
         return tuple(table.to(pages.keys.device) for table in tables)
 
-    def layouts_at(self, position: int, num_kv_heads: int) -> Sequence[SlotLayout]:
-        """The slots of each KV head when the token at `position` comes."""
-        if self.placements is None or position < self.layout.budget:
+    def layouts_of(self, placement: int, num_kv_heads: int) -> Sequence[SlotLayout]:
+        """The slots of each KV head, by the placement of that index."""
+        if placement == ALIKE:
             return [self.layout] * num_kv_heads
-        return self.placements.layouts
+        assert self.placements is not None
+        return self.placements.layouts(placement)
+
+    def budget_of(self, placement: int) -> int:
+        """Slots of a KV head on average."""
+        if placement == ALIKE:
+            return self.layout.budget
+        assert self.placements is not None
+        return self.placements.table.placement(placement).budget
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from vllm_h2o.attention.ops.triton.slots import (
 def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
-    table, table_stride, heads, positions, first_queries,
+    table, table_stride, heads, positions, first_queries, placements,
     logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
     score_decay, head_blocks, largest_budget, max_splits, split_slots,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
@@ -56,13 +56,16 @@ def combine_kernel(
         nothing = tl.zeros([BLOCK_D], out.dtype.element_ty)
         tl.store(out + d, nothing, mask=d < tl.where(part < GROUP, HEAD_SIZE, 0))
         return
-    heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
+    entry = 0
+    if heads is not None:
+        entry = tl.load(placements + row) * NUM_KV_HEADS + head
+    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
     slot = slot_of(position, heavy, budget)
     length = tl.minimum(position + 1, budget)
     table += row.to(tl.int64) * table_stride
     places, state = (table, None, None), (table, None, None)
     if heads is not None:
-        places, state = places_of(table, heads, head, position, BUDGET, head_blocks)
+        places, state = places_of(table, heads, entry, head_blocks)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
     # Splits past the length wrote nothing.
     num_splits = tl.cdiv(length, split_slots)

@@ -27,7 +27,7 @@ VARYING = ["head_blocks", "max_splits"]
 def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
-    table, table_stride, heads, positions, first_queries,
+    table, table_stride, heads, positions, first_queries, placements,
     logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
     scale, softcap, head_blocks, largest_budget, max_splits, split_slots,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
@@ -59,7 +59,10 @@ def attend_kernel(
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
-    heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
+    entry = 0
+    if heads is not None:
+        entry = tl.load(placements + row) * NUM_KV_HEADS + head
+    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
     start = split * split_slots
     end = tl.minimum(start + split_slots, tl.minimum(position + 1, budget))
     if start >= end:
@@ -67,7 +70,7 @@ def attend_kernel(
     table += row.to(tl.int64) * table_stride
     places, state = (table, None, None), (table, None, None)
     if heads is not None:
-        places, state = places_of(table, heads, head, position, BUDGET, head_blocks)
+        places, state = places_of(table, heads, entry, head_blocks)
     slot = slot_of(position, heavy, budget)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
 

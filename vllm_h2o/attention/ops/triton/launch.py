@@ -184,8 +184,9 @@ def decode_resident(
         "value": value, "value_strides": value.stride()[:2],
         **page_arguments(pages),
         "table": rows.block_table, "table_stride": rows.block_table.stride(0),
-        "heads": params.head_tables, "positions": rows.positions,
-        "first_queries": rows.first_queries,
+        "heads": None if rows.placements is None else params.head_tables,
+        "positions": rows.positions,
+        "first_queries": rows.first_queries, "placements": rows.placements,
         "logits": scratch.logits, "partial_outputs": scratch.outputs,
         "partial_maxima": scratch.maxima, "partial_sums": scratch.sums,
         "losers": scratch.losers, "leaving_scores": scratch.leaving_scores,
@@ -211,6 +212,11 @@ def decode_resident(
         BLOCK_P=triton.next_power_of_2(shapes["max_splits"]),
         num_warps=4, **shared,
     )  # fmt: skip
+
+
+def head_blocks(params: DecodeParams) -> int:
+    """Entries of a row of `DecodeParams.head_tables`."""
+    return params.placements.columns.shape[-1] if params.placements else 0
 
 
 def page_arguments(pages: Pages) -> dict[str, Any]:
@@ -288,7 +294,7 @@ def _shapes(
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": layout.block_size, "HEAVY": layout.heavy_slots,
         "BUDGET": layout.budget, "largest_budget": budget,
-        "head_blocks": budget // layout.block_size, "UNIT": unit, "SCORED": scored,
+        "head_blocks": head_blocks(params), "UNIT": unit, "SCORED": scored,
         "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
         "max_splits": splits, "split_slots": split_slots,
         # Tensor cores multiply 16 rows at least.

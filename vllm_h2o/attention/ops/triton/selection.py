@@ -23,7 +23,8 @@ _SELECT_TILE = 4096
 """Units per loop step of `select_kernel`."""
 # Differ from prompt to prompt: one compilation must serve them all.
 _VARYING = [
-    "scores_stride", "images_stride", "num_tokens", "most", "position", "first_query",
+    "scores_stride", "images_stride", "num_tokens", "most", "placement", "average",
+    "first_query",
 ]  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def image_of(value):
 @triton.jit(do_not_specialize=_VARYING)
 def image_kernel(
     scores, scores_stride, images, images_stride, heads,
-    num_tokens, position, first_query,
+    num_tokens, placement, average, first_query,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr, PINNED: tl.constexpr,
     MEAN: tl.constexpr, POOLING: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_U: tl.constexpr, TILE: tl.constexpr,
@@ -77,14 +78,16 @@ def image_kernel(
         images[head, u] = image(sum over t in unit u of max-pooled value(t)),
                           image(inf) for the first PINNED tokens
 
-    A head with less than BUDGET has no room for spans: its values are not pooled.
+    A head with less than the request has on average has no room for spans: its values
+    are not pooled.
     Grid `(tiles of units, num_kv_heads)`.
 
     Reference: select_residents of policy/selection.py; the sum of a block has an
     order of its own.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
-    heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
+    entry = placement * tl.num_programs(1) + head
+    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
     end, _ = heavy_part(num_tokens, heavy, budget, UNIT)
     if tile * TILE * UNIT >= end:
         return
@@ -93,7 +96,7 @@ def image_kernel(
     competes = (tokens < end) & (within < UNIT)[None, :]
     reach = POOLING // 2
     if heads is not None:
-        reach = tl.where(budget < BUDGET, 0, reach)
+        reach = tl.where(budget < average, 0, reach)
     scores += head.to(tl.int64) * scores_stride
     value = pooled_values(
         scores, tokens, competes, num_tokens, first_query, reach, MEAN
@@ -165,7 +168,7 @@ def compact(
 
 @triton.jit(do_not_specialize=_VARYING)
 def select_kernel(
-    images, images_stride, positions, slots, heads, num_tokens, most, position,
+    images, images_stride, positions, slots, heads, num_tokens, most, placement,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Choose the tokens of one KV head: the highest images, then the recent window.
@@ -182,7 +185,8 @@ def select_kernel(
     Reference: select_residents of policy/selection.py.
     """
     head = tl.program_id(0).to(tl.int64)
-    heavy, budget = sizes_of(heads, head, position, HEAVY, BUDGET)
+    entry = placement * tl.num_programs(0) + head
+    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
     end, kept = heavy_part(num_tokens, heavy, budget, UNIT)
     images += head * images_stride
     positions += head * most
@@ -202,7 +206,7 @@ def select_kernel(
 
 def choose(
     state: State,
-    position: int,
+    placement: int,
     first_query: int,
     config: H2OConfig,
     params: DecodeParams,
@@ -220,13 +224,15 @@ def choose(
     slots = torch.empty_like(positions)  # aligned as it is, whatever their size
     shared = {
         "images": images, "images_stride": images.stride(0),
-        "heads": params.head_tables, "num_tokens": num_tokens, "position": position,
+        "heads": params.head_tables, "num_tokens": num_tokens,
+        "placement": placement,
         "HEAVY": layout.heavy_slots, "BUDGET": layout.budget, "UNIT": unit,
     }  # fmt: skip
     tile = max(_IMAGE_TILE // block_u, 1)
     image_kernel[(triton.cdiv(num_tokens // unit, tile), num_kv_heads)](
         scores=scores, scores_stride=scores.stride(0), first_query=first_query,
-        PINNED=layout.pinned_slots, MEAN=params.fused_form == "mean",
+        average=params.budget_of(placement), PINNED=layout.pinned_slots,
+        MEAN=params.fused_form == "mean",
         POOLING=config.pooling, BLOCK_U=block_u, TILE=tile, num_warps=4, **shared,
     )  # fmt: skip
     select_kernel[(num_kv_heads,)](

@@ -3,10 +3,11 @@
 Slot numbers are int32, addresses int64: a layer's cache passes 2**31 elements.
 
 `heads`, budgets by head, is None or the device tensors of `DecodeParams.head_tables`:
-`(sizes, columns, kv_offsets, state_offsets)`. `places` is where the pages of one row
-and KV head are: `(table, columns, offsets)`, the row's block ids, and of each page its
-column and its distance from this layer's pages, in elements of what is addressed; the
-latter two are None where page i is block i.
+`(sizes, columns, kv_offsets, state_offsets)`, each with an entry for each KV head of
+each placement, of `head_blocks` numbers in all but the first. `places` is where the
+pages of one row and KV head are: `(table, columns, offsets)`, the row's block ids, and
+of each page its column and its distance from this layer's pages, in elements of what
+is addressed; the latter two are None where page i is block i.
 """
 
 from __future__ import annotations
@@ -16,28 +17,21 @@ import triton.language as tl
 
 
 @triton.jit
-def sizes_of(heads, head, position, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
-    """`(heavy slots, budget)` of a KV head when the token at `position` comes."""
+def sizes_of(heads, entry, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
+    """`(heavy slots, budget)` of a KV head, of that entry in the tables."""
     if heads is not None:
-        parted = position >= BUDGET
-        heavy = tl.load(heads[0] + 2 * head + 1, mask=parted, other=HEAVY)
-        budget = tl.load(heads[0] + 2 * head, mask=parted, other=BUDGET)
-        return heavy, budget
+        return tl.load(heads[0] + 2 * entry + 1), tl.load(heads[0] + 2 * entry)
     else:
         return HEAVY, BUDGET
 
 
 @triton.jit
-def places_of(table, heads, head, position, BUDGET: tl.constexpr, head_blocks):
+def places_of(table, heads, entry, head_blocks):
     """`(places in K and V, places in the state)` of a KV head of a row, by head.
 
     Only where there are `heads`: Triton 3.6 can not return None in a tuple.
-
-    Heads go their own ways from the position on that outgrows the BUDGET; until
-    then they read the first row of the tables, of `head_blocks` entries, whose page
-    i is block i.
     """
-    row = tl.where(position >= BUDGET, head + 1, 0) * head_blocks
+    row = entry * head_blocks
     columns = heads[1] + row
     return (table, columns, heads[2] + row), (table, columns, heads[3] + row)
 

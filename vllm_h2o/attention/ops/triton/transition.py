@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import Chosen, DecodeParams, ScoredLayer
-from vllm_h2o.attention.ops.triton.launch import page_arguments
+from vllm_h2o.attention.ops.triton.launch import head_blocks, page_arguments
 from vllm_h2o.attention.ops.triton.selection import choose
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.attention.pages import Pages
@@ -18,7 +18,7 @@ from vllm_h2o.policy.methods import State
 
 _TILE_TOKENS = 32
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
-_VARYING = ["most", "position", "prompt_scores_stride", "head_blocks"]
+_VARYING = ["most", "placement", "prompt_scores_stride", "head_blocks"]
 
 
 @triton.jit(
@@ -59,8 +59,7 @@ def gather_kernel(
 def scatter_kernel(
     keys, keys_strides, values, values_strides, scores, births, state_strides,
     staged, chosen, slots, most, prompt_scores, prompt_scores_stride,
-    target_blocks, heads, position, head_blocks,
-    BUDGET: tl.constexpr,
+    target_blocks, heads, placement, head_blocks,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -70,8 +69,8 @@ def scatter_kernel(
         score[slots[head, i]]  = prompt_scores[head, chosen[head, i]]
         birth[slots[head, i]]  = chosen[head, i]
 
-    for chosen[head, i] >= 0, in the head's places when the token at `position`
-    comes. Grid `(tiles of tokens, num_kv_heads)`.
+    for chosen[head, i] >= 0, in the head's places by the placement.
+    Grid `(tiles of tokens, num_kv_heads)`.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -83,9 +82,8 @@ def scatter_kernel(
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
     places, state = (target_blocks, None, None), (target_blocks, None, None)
     if heads is not None:
-        places, state = places_of(
-            target_blocks, heads, head, position, BUDGET, head_blocks
-        )
+        entry = placement * tl.num_programs(1) + head
+        places, state = places_of(target_blocks, heads, entry, head_blocks)
     target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
     along = d[None, :] * keys_strides[3]
     tl.store(keys + target[:, None] + along, tl.load(staged, mask=mask), mask=mask)
@@ -103,16 +101,16 @@ def transition(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
-    position: int,
+    placement: int,
     first_query: int,
     config: H2OConfig,
 ) -> None:
     """See `vllm_h2o.attention.ops.transition`."""
     for layer in layers:
         state, params = layer.state, layer.params
-        chosen = choose(state, position, first_query, config, params)
+        chosen = choose(state, placement, first_query, config, params)
         compress(
-            layer.pages, source_blocks, target_blocks, position, chosen, state, params
+            layer.pages, source_blocks, target_blocks, placement, chosen, state, params
         )
 
 
@@ -120,7 +118,7 @@ def compress(
     pages: Pages,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
-    position: int,
+    placement: int,
     chosen: Chosen,
     state: State,
     params: DecodeParams,
@@ -154,7 +152,7 @@ def compress(
     scatter_kernel[grid](
         **arguments, slots=chosen.slots,
         prompt_scores=scores, prompt_scores_stride=scores.stride(0),
-        target_blocks=target_blocks, heads=params.head_tables, position=position,
-        BUDGET=layout.budget, head_blocks=params.largest_budget // layout.block_size,
+        target_blocks=target_blocks, heads=params.head_tables, placement=placement,
+        head_blocks=head_blocks(params),
         **shared,
     )  # fmt: skip
