@@ -237,12 +237,10 @@ def test_budgets_by_head_equal_reference(layer, read, merge):
 @pytest.mark.parametrize(("read", "merge"), [(1.0, False), (0.5, False), (1.0, True)])
 def test_requests_with_splits_of_their_own_decode_side_by_side(read, merge):
     """One whose heads are alike and two that split differently: each as alone."""
-    together, kernel = decode_splits(reference, read, merge), cpu
-    torch.testing.assert_close(
-        decode_splits(kernel, read, merge), together, rtol=1e-5, atol=1e-5
-    )
-    alone = decode_splits(kernel, read, merge, apart=True)
-    assert torch.equal(decode_splits(kernel, read, merge), alone)
+    together = decode_splits(cpu, read, merge)
+    expected = decode_splits(reference, read, merge)
+    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(together, decode_splits(cpu, read, merge, apart=True))
 
 
 def decode_splits(kernel, read, merge, apart=False):
