@@ -33,6 +33,7 @@ from benchmarks.quality.cells import (
     KVPRESS,
     LOSS,
     RETRIEVAL,
+    TORCH,
     Cell,
     Rows,
     run_apart,
@@ -66,6 +67,7 @@ READS_OR_MERGES: list[Variant] = [
 OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
+    ("cake", "cake", {}),
     *READS_OR_MERGES,
     ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
 ]
@@ -185,6 +187,7 @@ def _losses(full: bool, base: dict) -> Iterator[Cell]:
     for fraction in BUDGETS:
         yield from _peers(PRESSES + PRESSES_TOO, fraction, work)
         budget = tokens_of(fraction, TEXT_TOKENS)
+        yield Cell(TORCH, "cake", budget_tokens=budget, **work)
         for policy in SHARED:
             yield Cell(BLOCKS, policy, budget_tokens=budget, **work)
 
@@ -220,6 +223,9 @@ def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
     yield from _ours(OURS[2:] + OURS_TOO + LEVERS, 0.2, work)
     yield from _peers(PRESSES + PRESSES_TOO, 0.2, work)
     yield from _peers(PRESSES + PRESSES_TOO, 0.2, lists)
+    budget = tokens_of(0.2, QUESTION_TOKENS)
+    for asked in (work, asked_later):
+        yield Cell(TORCH, "cake", budget_tokens=budget, **asked)
     yield from _ours([H2O], 0.5, asked_later)
     yield from _ours([UNIFORM], 0.2, asked_later)
     yield from _peers(PRESSES, 0.2, asked_later)

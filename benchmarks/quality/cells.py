@@ -23,7 +23,7 @@ from vllm_h2o.policy.methods import fused_form_of
 from vllm_h2o.policy.presets import PRESETS
 
 FULL = "full"
-ENGINE, KVPRESS, BLOCKS = "vllm_h2o", "kvpress", "shared_blocks"
+ENGINE, KVPRESS, BLOCKS, TORCH = "vllm_h2o", "kvpress", "shared_blocks", "torch"
 LOSS, RETRIEVAL, GENERATION = "loss", "retrieval", "generation"
 BLOCK_SIZE = ENGINE_ARGS["block_size"]
 ANSWER_TOKENS = 24
@@ -36,7 +36,7 @@ class Cell:
     """What is measured.
 
     Attributes:
-        system: `vllm_h2o` (the engine), `kvpress` or `shared_blocks`.
+        system: `vllm_h2o` (the engine), `kvpress`, `shared_blocks` or `torch`.
         policy: Name within the system; `full` is the full cache.
         work: `loss`, `retrieval` or `generation`.
         budget_tokens: Token slots, 0 for the full cache.

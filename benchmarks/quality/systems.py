@@ -1,4 +1,4 @@
-"""The three systems behind one face: forced texts and greedy answers, in tokens."""
+"""The systems behind one face: forced texts and greedy answers, in tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from benchmarks.cells import ENGINE_ARGS
 from benchmarks.forcing import forced
-from benchmarks.quality.cells import BLOCKS, ENGINE, FULL, KVPRESS, Cell
+from benchmarks.quality.cells import BLOCKS, ENGINE, FULL, KVPRESS, TORCH, Cell
 from benchmarks.quality.reading import ForcedRecord, stop_token_ids, until_stop
 
 
@@ -52,7 +52,8 @@ class System(Protocol):
 
 def system_of(cell: Cell) -> System:
     """Start the system of a cell."""
-    return {ENGINE: Engine, KVPRESS: Presses, BLOCKS: Blocks}[cell.system](cell)
+    systems = {ENGINE: Engine, KVPRESS: Presses, BLOCKS: Blocks, TORCH: Cake}
+    return systems[cell.system](cell)
 
 
 class Engine:
@@ -205,3 +206,12 @@ class Blocks(_Outside):
         unit, shared_by, score = cell.policy.split("-")
         policy = BlockPolicy(int(unit), shared_by, score, seed=cell.seed)
         return SharedBlocks(Path(cell.model)), policy
+
+
+class Cake(_Outside):
+    """CAKE after its authors' code, the one policy of plain torch."""
+
+    def _start(self, cell: Cell) -> tuple[Any, Any]:
+        from benchmarks.quality.cake import CakeRunner
+
+        return CakeRunner(Path(cell.model)), cell.policy

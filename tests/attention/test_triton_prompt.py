@@ -5,6 +5,7 @@ import torch
 
 from tests.attention.triton_checks import (
     SCALE,
+    WITH_KERNELS,
     check_scores,
     check_transition,
     make_prompt,
@@ -83,7 +84,7 @@ def test_transition(num_tokens):
     check_transition(num_tokens, H2OConfig(observation_window=8, pooling=3), LAYOUT)
 
 
-@pytest.mark.parametrize("policy", PRESETS)
+@pytest.mark.parametrize("policy", WITH_KERNELS)
 def test_transition_of_every_policy(policy):
     check_transition(123, PRESETS[policy], LAYOUT)
 

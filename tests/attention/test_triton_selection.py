@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.attention.test_decode import make_cache
-from tests.attention.triton_checks import check_choice, check_same_choice
+from tests.attention.triton_checks import WITH_KERNELS, check_choice, check_same_choice
 from tests.attention.triton_state import DEVICE, empty_pages
 from vllm_h2o.attention.ops import (
     Chosen,
@@ -101,7 +101,7 @@ def test_no_competition(heavy):
     check(random(333), layout, replace(SUM, sinks=heavy, recent_ratio=1.0))
 
 
-@pytest.mark.parametrize("policy", PRESETS)
+@pytest.mark.parametrize("policy", WITH_KERNELS)
 def test_every_policy(policy):
     config = PRESETS[policy]
     check(random(411), SlotLayout.of_blocks(config, 16, 5), config)

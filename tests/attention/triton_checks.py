@@ -13,8 +13,15 @@ from vllm_h2o.attention.ops import DecodeParams, reference
 from vllm_h2o.attention.ops.triton import choose, compress, decode_resident, observe
 from vllm_h2o.attention.placements import ALIKE
 from vllm_h2o.policy.layout import SlotLayout, first_observer
-from vllm_h2o.policy.methods import Sum
+from vllm_h2o.policy.methods import Sum, fused_prompt_form_of
+from vllm_h2o.policy.presets import PRESETS
 
+WITH_KERNELS = [
+    name
+    for name, preset in PRESETS.items()
+    if fused_prompt_form_of(preset.method) is not None
+]
+"""Presets whose prompts the kernels read."""
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},

@@ -158,6 +158,7 @@ def test_preempted_requests_finish_and_leak_nothing(tiny):
         {},
         pytest.param({"h2o_read": "50%"}, marks=pytest.mark.slow),
         pytest.param({"h2o_merge": "value"}, marks=pytest.mark.slow),
+        {"kv_policy": "cake"},
     ],
     ids=str,
 )
@@ -165,7 +166,7 @@ def tight(request):
     """A pool of which a prompt of 700 tokens takes three quarters: a preempted request
     gets blocks back that it had, for something else."""
     options = {"max_model_len": 1024, "num_gpu_blocks_override": 41} | request.param
-    with engine(kv_policy="h2o", h2o_budget=BUDGET, **options) as llm:
+    with engine(**{"kv_policy": "h2o", "h2o_budget": BUDGET} | options) as llm:
         yield llm
 
 

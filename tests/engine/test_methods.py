@@ -163,19 +163,25 @@ def test_a_method_without_a_kernel_is_refused(peak):
         pass
 
 
-def outcomes(prompts):
-    """Tokens and survivors, with the budgets by head of SmolLM2's profile."""
-    with engine(kv_policy="h2o", h2o_budget=128) as llm:
+def outcomes(prompts, options):
+    """Tokens and survivors."""
+    with engine(h2o_budget=128, **options) as llm:
         return [outcome(llm, prompt, NUM_TOKENS) for prompt in prompts]
 
 
-def test_the_reference_equals_the_kernels(monkeypatch):
-    """Of a prompt beyond the budget, and of one that fills it while it generates."""
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_policy": "h2o"}, {"kv_policy": "cake", "h2o_merge": "value"}],
+    ids=str,
+)
+def test_the_reference_equals_the_kernels(monkeypatch, options):
+    """Of a prompt beyond the budget, and of one that fills it while it generates; with
+    the budgets by head of SmolLM2's profile, and with those of each prompt."""
     prompts = prompts_of(300, 122)
-    expected = outcomes(prompts)
+    expected = outcomes(prompts, options)
     monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
     monkeypatch.setattr("vllm_h2o.attention.ops.cpu._library", must_not_be_called)
-    assert outcomes(prompts) == expected
+    assert outcomes(prompts, options) == expected
 
 
 def must_not_be_called():

@@ -16,11 +16,11 @@ NUM_TOKENS, BUDGET, MAX_MODEL_LEN = 150, 128, 1024
 PROMPTS = random_prompts(90, 300, 410, 601, seed=2)
 
 
-def run(model, size, budget=BUDGET, **options):
+def run(model, size, budget=BUDGET, policy="h2o", **options):
     """Tokens and logprobs by prompt; survivors by rank, prompt, layer and KV head."""
     with engine(
         model,
-        kv_policy="h2o",
+        kv_policy=policy,
         h2o_budget=budget,
         tensor_parallel_size=size,
         distributed_executor_backend="mp",
@@ -71,6 +71,7 @@ def save_profile(model, num_kv_heads):
     [
         ("uniform", {}),
         ("by head", {}),
+        ("by request", {"policy": "cake", "h2o_cake_t2": 0.05}),
         pytest.param("uniform", {"h2o_read": "50%"}, marks=pytest.mark.slow),
         pytest.param("by head", {"h2o_merge": "value"}, marks=pytest.mark.slow),
     ],
@@ -86,7 +87,7 @@ def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets, option
     survivors = joined(ranks)
     assert joined(ranks_2) == survivors
     sizes = {len(head) for layer in survivors[-1] for head in layer}
-    assert (len(sizes) > 1) == (budgets == "by head"), "the budgets are not as meant"
+    assert (len(sizes) > 1) == (budgets != "uniform"), "the budgets are not as meant"
     assert_same_answers((tokens, logprobs), (tokens_2, logprobs_2))
 
 

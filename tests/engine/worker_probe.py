@@ -12,10 +12,11 @@ import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, OWN
+from vllm_h2o.attention.placements import OWN
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.settings import parse_settings
 from vllm_h2o.policy.layout import first_observer
+from vllm_h2o.policy.placement import Placement
 
 
 class WorkerProbe:
@@ -66,6 +67,7 @@ class WorkerProbe:
     def probe_watch(self) -> None:
         """Remember every request's resident blocks from now on."""
         self._rows: dict[str, tuple[torch.Tensor, int]] = {}
+        self._own: dict[str, Placement] = {}
         for builder in self._builders():
             if not hasattr(builder, "watched"):
                 builder.watched = True
@@ -84,9 +86,19 @@ class WorkerProbe:
                         i, first : first + builder.layout.budget_blocks
                     ]
                     self._rows[request_id] = (blocks.clone().long(), end)
+                    self._note_placement(request_id)
             return build(common_prefix_len, common, fast_build)
 
         return watched
+
+    def _note_placement(self, request_id: str) -> None:
+        """That which it has once it fills its budget, if there are any."""
+        own, part = self._step.own, next(iter(self._layers().values())).impl.placements
+        if own is not None:
+            if own.has(request_id):
+                self._own[request_id] = own.table.placement(own.index(request_id))
+        elif part is not None:
+            self._own[request_id] = part.table.placement(OWN)
 
     def probe_survivors(self) -> dict[str, list[list[list[int]]]]:
         """Sorted positions by layer and KV head, of every watched request.
@@ -111,7 +123,9 @@ class WorkerProbe:
         return {
             request_id: [
                 [
-                    look(_held(layer.impl, blocks, end, head))
+                    look(
+                        _held(layer.impl, blocks, end, head, self._own.get(request_id))
+                    )
                     for head in range(layer.impl._pages.keys.shape[1])
                 ]
                 for layer in self._layers().values()
@@ -137,16 +151,16 @@ _Slot = tuple[Pages, tuple[int, int, int]]
 """The pages it is in, and there its block, head and offset."""
 
 
-def _held(impl: Any, blocks: torch.Tensor, end: int, head: int) -> list[_Slot]:
+def _held(
+    impl: Any, blocks: torch.Tensor, end: int, head: int, own: Placement | None
+) -> list[_Slot]:
     """Where a KV head holds tokens of a request of `end` tokens."""
-    params, pages = impl._params, impl._pages
-    own = params.placements
-    parted = own is not None and end > params.layout.budget
-    layout = params.layouts_of(OWN if parted else ALIKE, head + 1)[head]
+    layout, pages, part = impl._params.layout, impl._pages, impl.placements
     places = [(pages, int(block)) for block in blocks]
-    if own is not None and parted:
-        pages_of_head = own.pages(OWN)[head]
-        places = [(own.layers[p.layer], blocks[p.column]) for p in pages_of_head]
+    if own is not None and end > layout.budget:
+        layout = own.layouts[part.layer][head]
+        pages_of_head = own.pages[part.layer][head]
+        places = [(part.layers[p.layer], blocks[p.column]) for p in pages_of_head]
     size, last = layout.block_size, layout.slot(end - 1)
     slots = range(min(end, layout.budget))
     if layout.whole_blocks and end > layout.budget:

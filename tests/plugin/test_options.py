@@ -56,6 +56,9 @@ MODEL = str(SMOLLM2)
         ("score", "max", "sum, mean"),
         ("score_decay", 1.1, "from 0.0 to 1.0"),
         ("score_decay", -1, "from 0.0 to 1.0"),
+        ("cake_gamma", -1, "from 0.0 to 1000000.0"),
+        ("cake_t1", 0, "from 0.01 to 100.0"),
+        ("cake_t2", "wide", "from 0.01 to 100.0"),
         ("eviction_unit", "page", "token, block"),
         ("head_budgets", "", "'uniform', 'auto'"),
     ],
@@ -125,6 +128,18 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
         (
             {"kv_policy": "d2o", "h2o_eviction_unit": "block"},
             ["h2o_merge='value'", "h2o_eviction_unit='token'", "'none'"],
+        ),
+        (
+            {"kv_policy": "cake", "h2o_eviction_unit": "block"},
+            ["h2o_head_budgets='request'", "h2o_eviction_unit='token'", "'uniform'"],
+        ),
+        (
+            {"kv_policy": "h2o", "h2o_head_budgets": "request"},
+            ["h2o_head_budgets='request'", "h2o_score='cake'", "'mean'", "'auto'"],
+        ),
+        (
+            {"kv_policy": "h2o", "h2o_cake_gamma": 100},
+            ["h2o_cake_gamma=100", "h2o_score='mean'", "drop one"],
         ),
         (
             {"kv_policy": "streaming", "h2o_eviction_unit": "block"},
@@ -262,6 +277,7 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
     [
         ("mpcache", "h2o_read='20%'.*on CUDA.*'100%'"),
         ("d2o", "h2o_merge='value'.*on CUDA.*'none'"),
+        ("cake", "h2o_score='cake'.*on CUDA.*mean, sum"),
     ],
 )
 def test_an_option_without_a_kernel_is_refused(preset, complaint):
@@ -407,6 +423,19 @@ def test_heads_of_a_hybrid_are_measured(model_of, monkeypatch):
     monkeypatch.delenv("VLLM_H2O_CALIBRATE")
     config = resolved(model_of("Gemma3ForCausalLM", **hybrid))
     assert not why_not_measured(config, h2o_config(config))
+
+
+def test_a_pipeline_of_requests_that_split_their_budget_is_refused(model_of):
+    config = EngineArgs(
+        kv_policy="cake",
+        h2o_budget=512,
+        dtype="float32",
+        **model_of("LlamaForCausalLM", **LLAMA),
+    ).create_engine_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(ValueError, match="--h2o-head-budgets with --pipeline"):
+        check_vllm_config(config)
 
 
 def test_heads_of_a_pipeline_are_not_measured(model_of, monkeypatch):
@@ -625,6 +654,12 @@ def parser():
     return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
+def config_of(line):
+    """What reaches the processes of an engine."""
+    args = AsyncEngineArgs.from_cli_args(parser().parse_args(line.split()))
+    return parse_settings(translate(args)["additional_config"]["h2o"])
+
+
 def test_command_line():
     line = (
         f"--model {MODEL} --kv-policy h2o --h2o-budget 20% --h2o-recent-ratio 0.25 "
@@ -633,11 +668,14 @@ def test_command_line():
         "--h2o-eviction-unit block "
         "--h2o-head-budgets uniform"
     )
-    args = AsyncEngineArgs.from_cli_args(parser().parse_args(line.split()))
-    config = parse_settings(translate(args)["additional_config"]["h2o"])
-    assert config == H2OConfig(
-        "h2o", "20%", 0.25, 3, "all", 1, "sum", 0.9, "50%", "none", "block", "uniform"
-    )
+    assert config_of(line) == H2OConfig(
+        budget="20%", recent_ratio=0.25, sinks=3, observation_window="all", pooling=1,
+        score="sum", score_decay=0.9, read="50%", merge="none", eviction_unit="block",
+        head_budgets="uniform",
+    )  # fmt: skip
+    line = f"--model {MODEL} --kv-policy cake --h2o-cake-gamma 100 --h2o-cake-t1 2"
+    expected = replace(PRESETS["cake"], cake_gamma=100.0, cake_t1=2.0, cake_t2=0.5)
+    assert config_of(line + " --h2o-cake-t2 0.5") == expected
     for option, on in (("", False), ("--no-enable-h2o", False), ("--enable-h2o", True)):
         args = parser().parse_args(f"--model {MODEL} {option}".split())
         assert bool(translate(AsyncEngineArgs.from_cli_args(args))) == on

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.methods import METHODS, Mean, Norm, Queries, Sum, fused_form_of
+from vllm_h2o.policy.methods import (
+    METHODS,
+    Bounds,
+    Cake,
+    Mean,
+    Norm,
+    Queries,
+    Sum,
+    fused_form_of,
+    fused_prompt_form_of,
+)
 from vllm_h2o.policy.probabilities import tiles
 
 VARIANTS = [*(cls() for cls in METHODS.values()), Sum(0.5), Sum(0.0), Mean(0.9)]
@@ -16,7 +26,8 @@ def started(method, keys):
     generator = torch.Generator().manual_seed(1)
     keys = keys.transpose(1, 2)
     values = torch.randn(keys.shape, generator=generator)
-    return method.start(keys, values, torch.arange(keys.shape[1]))
+    of_prompt = {name: torch.zeros(keys.shape[:2]) for name in method.prompt_fields}
+    return method.start(keys, values, torch.arange(keys.shape[1])) | of_prompt
 
 
 def observed(method, query, keys, cuts):
@@ -26,7 +37,7 @@ def observed(method, query, keys, cuts):
         for probs in tiles(query[start:stop], keys[:, :, :stop], start, **OPTIONS):
             visible = probs.shape[-1]
             seen = {name: mine[:, :visible] for name, mine in state.items()}
-            method.observe(seen, probs)
+            method.observe_prompt(seen, probs)
     return state
 
 
@@ -41,7 +52,7 @@ def prompt():
 @pytest.mark.parametrize("method", VARIANTS, ids=str)
 def test_observing_in_parts_equals_observing_at_once(method, prompt):
     at_once = observed(method, *prompt, [])
-    assert tuple(at_once) == method.fields
+    assert tuple(at_once) == method.fields + method.prompt_fields
     torch.testing.assert_close(observed(method, *prompt, [1, 130, 299]), at_once)
 
 
@@ -113,6 +124,63 @@ def test_a_subclass_has_no_kernel_of_its_base():
         name = "other"
 
     assert [fused_form_of(cls()) for cls in (Sum, Mean, Other)] == ["sum", "mean", None]
+
+
+def test_a_method_of_rules_of_its_own_for_prompts_has_a_kernel_while_it_generates():
+    assert (fused_form_of(Cake()), fused_prompt_form_of(Cake())) == ("sum", None)
+    assert [fused_prompt_form_of(cls()) for cls in (Sum, Mean)] == ["sum", "mean"]
+
+
+@pytest.fixture(scope="module")
+def attention():
+    """`[2 KV heads, 3 query heads, 32 queries, 90 tokens]`, and CAKE's state of it."""
+    generator = torch.Generator().manual_seed(3)
+    query, keys = torch.randn(32, 6, 16, generator=generator), torch.randn(2, 16, 90)
+    probs = torch.cat([*tiles(query, keys, 58, **OPTIONS)])
+    state = {name: torch.zeros(2, 90) for name in Cake.fields + Cake.prompt_fields}
+    Cake().observe_prompt(state, probs)
+    return probs, state, Queries(torch.arange(90), 58, 90, group=3)
+
+
+def test_cake_values_the_mean_and_the_variance_of_attention(attention):
+    probs, state, queries = attention
+    values = Cake(cake_gamma=7.0).prompt_value(state, queries)
+    for token in (0, 57, 58, 70, 88):
+        seen = probs[:, :, max(token - 58, 0) :, token].flatten(1)
+        expected = seen.mean(dim=1) + 7 * seen.var(dim=1)
+        torch.testing.assert_close(values[:, token], expected)
+
+
+def test_cake_prefers_layers_of_wide_and_changing_attention(attention):
+    probs, state, queries = attention
+    old = probs[:, :, :, :58].flatten(1, 2)
+    entropy = -(old * old.log()).sum(dim=(1, 2))
+    spread = old.var(dim=1).sum(dim=1)
+    flat = state | {name: state[name] / 3 for name in ("score", "entropy")}
+    flat["square"] = state["square"] / 9
+    for t1, t2 in ((1.0, 1.0), (2.0, 0.5)):
+        method = Cake(cake_t1=t1, cake_t2=t2)
+        shares = method.split([state, flat], queries, Bounds(1000, 1, 999))
+        # A third of the attention: a third of the entropy (as it is summed here), a
+        # ninth of the variance.
+        ratio = 3 ** (1 / t1) * 9 ** (1 / t2)
+        expected = round(1000 * ratio / (1 + ratio))
+        assert shares == [[expected] * 2, [1000 - expected] * 2]
+        for head in range(2):
+            mine = entropy[head] ** (1 / t1) * spread[head] ** (1 / t2)
+            assert mine == pytest.approx(float(method.preference(state, queries)[head]))
+
+
+def test_cake_shares_equally_what_nobody_has_looked_at():
+    state = {name: torch.zeros(2, 9) for name in Cake.fields + Cake.prompt_fields}
+    shares = Cake().split([state] * 3, Queries(torch.arange(9), 0, 9), Bounds(6, 1, 5))
+    assert shares == [[2, 2]] * 3
+
+
+def test_cake_pools_by_the_mean():
+    value = torch.tensor([[5.0, 0.0, 1.0, 0.0, 0.0, 10.0]])
+    expected = [[1.2, 1.2, 1.2, 2.2, 2.2, 2.0]]
+    torch.testing.assert_close(Cake().pool(value, 5), torch.tensor(expected))
 
 
 def test_the_config_gives_a_method_its_options():

@@ -158,9 +158,7 @@ class Head:
         self.kept[:n] = False
         value = self.values(n)[:n]
         if sizes.budget >= self.common.budget:
-            half = variant.pooling // 2
-            padded = F.pad(value, (half, half), value=float("-inf"))
-            value = padded.unfold(0, variant.pooling, 1).amax(dim=1)
+            value = self.pooled(value)
         unit = sizes.block if variant.unit == "block" else 1
         recent_from = -(-n // unit) * unit - sizes.recent
         self.kept[recent_from:n] = True
@@ -177,6 +175,12 @@ class Head:
         for position in range(recent_from, n):
             self.slots[position] = self.ring_slot(position)
         self.merge((~self.kept[:n]).nonzero().flatten().tolist(), at_once=True)
+
+    def pooled(self, value: torch.Tensor) -> torch.Tensor:
+        """Values `[n]` of a prompt, each the highest of its neighbours'."""
+        half = self.variant.pooling // 2
+        padded = F.pad(value, (half, half), value=float("-inf"))
+        return padded.unfold(0, self.variant.pooling, 1).amax(dim=1)
 
     def merge(self, lost: list[int], at_once: bool) -> None:
         """D2O: lost values are averaged into those of the most similar kept keys."""

@@ -190,6 +190,7 @@ class H2OImpl(_Stock):
             placements=self.placements,
             read=share_of(self.h2o.read),
             merge=self.h2o.merges,
+            group=self.num_heads // self.num_kv_heads,
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.

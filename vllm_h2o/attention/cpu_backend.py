@@ -17,6 +17,7 @@ from vllm_h2o.attention.backend import H2OBackend, H2OImpl
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.ops import cpu, runs_reference
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.methods import fused_prompt_form_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,9 +39,10 @@ class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.attends_observed = not runs_reference()
         if not self.compresses:
             return
+        fused = fused_prompt_form_of(self.spec.h2o.method) is not None
+        self.attends_observed = fused and not runs_reference()
         if self.isa == "amx":
             # AMX packs keys in tiles, which the transition could not gather.
             logger.info_once("H2O uses the vec layout of the KV cache instead of amx")

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from vllm.utils.math_utils import cdiv
 
 from vllm_h2o.core.settings import h2o_config
-from vllm_h2o.policy.config import AUTO, MEASURE, UNIFORM, H2OConfig
+from vllm_h2o.policy.config import AUTO, MEASURE, REQUEST, UNIFORM, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.placement import Placement
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, allocate
@@ -26,7 +26,7 @@ _MEASURED: WeakValueDictionary[int, HeadProfile] = WeakValueDictionary()
 
 def profile_path(config: H2OConfig, model: str) -> Path | None:
     """The profile's file; None where there is none to be read."""
-    if config.head_budgets in (UNIFORM, MEASURE):
+    if config.head_budgets in (UNIFORM, MEASURE, REQUEST):
         return None
     if config.head_budgets != AUTO:
         return Path(config.head_budgets)

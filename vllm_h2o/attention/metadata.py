@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, transition
-from vllm_h2o.attention.placements import ALIKE, OWN
+from vllm_h2o.attention.placements import ALIKE, OWN, RequestPlacements
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.methods import State
+from vllm_h2o.policy.methods import Queries, State
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +39,8 @@ class ObservedPrompt:
             step, else None.
         placement: Index of the placement that the transition is to.
         attends: Whether our kernel attends too; else stock's has done so.
+        split: Gives the request a placement of its own, by the layers that have run;
+            returns its index, if the request fills it. None: see `placement`.
         partial: State of earlier steps.
         later: What the next step begins with, for this request; takes more.
         layers: Layers that have run and are to be compressed.
@@ -51,6 +54,7 @@ class ObservedPrompt:
     attends: bool
     partial: PartialStates
     later: list[Callable[[], None]]
+    split: Callable[[list[ScoredLayer]], int] | None = None
     layers: list[ScoredLayer] = field(default_factory=list)
 
 
@@ -85,6 +89,8 @@ class StepRows:
         """Returns the request ids in the row order of the batch."""
         self.later: dict[str, list[Callable[[], None]]] = {}
         """What the next step begins with, by request id: its transition."""
+        self.own: RequestPlacements | None = None
+        """Where requests split their slots each in its own way."""
         self._plan: ResidencyPlan | None = None
         self._partial: dict[str, PartialStates] = {}
 
@@ -99,6 +105,8 @@ class StepRows:
         for request_id in gone:
             self._partial.pop(request_id, None)
             self.later.pop(request_id, None)
+            if self.own:
+                self.own.drop(request_id)
         self.settle()
 
     def settle(self) -> None:
@@ -272,7 +280,7 @@ class H2OMetadataBuilder(_Stock):
         first_queries = plan.first_queries
         async_tensor_h2d(first_queries, out=self._first_queries[: len(first_queries)])
         if rows.placements is not None:
-            placements = self._placement_of(plan.num_computed_tokens).astype(np.int32)
+            placements = self._placements_of(plan).astype(np.int32)
             async_tensor_h2d(placements, out=rows.placements[: len(placements)])
         table, first = common.block_table_tensor[:num_rows], self.spec.dense_columns
         resident = table[:, first : first + self.layout.budget_blocks]
@@ -309,13 +317,23 @@ class H2OMetadataBuilder(_Stock):
             )
         return self._views[num_rows]
 
-    def _placement_of(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Index of a request's placement when a token comes after so many.
+    def _own_placement(self, request_id: str) -> int:
+        """Index of the placement that a request has once it fills its budget."""
+        assert self.parting and self.step is not None
+        return self.step.own.index(request_id) if self.step.own else OWN
+
+    def _placements_of(self, rows: ResidencyPlan) -> np.ndarray:
+        """`[num_rows]` index of each row's placement.
 
         Below the budget slot(p) is p, in pages of the head's own, whatever the split.
         """
-        own = OWN if self.parting else ALIKE
-        return np.where(num_tokens >= self.layout.budget, own, ALIKE)
+        filled = rows.num_computed_tokens >= self.layout.budget
+        if self.step is None or self.step.own is None:
+            return np.where(filled, OWN if self.parting else ALIKE, ALIKE)
+        placements = np.full(len(filled), ALIKE)
+        for i in np.flatnonzero(filled).tolist():
+            placements[i] = self._own_placement(rows.request_ids[i])
+        return placements
 
     def _part_ways(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
         """Give heads their own slots in rows that have just filled the budget.
@@ -335,7 +353,8 @@ class H2OMetadataBuilder(_Stock):
                 for layer in self.parting
             ]
             first_query = rows.row(i).first_query
-            transition(layers, blocks, blocks, OWN, first_query, self.spec.h2o)
+            placement = self._own_placement(rows.request_ids[i])
+            transition(layers, blocks, blocks, placement, first_query, self.spec.h2o)
 
     def _attends(self, common: CommonAttentionMetadata, row: RowPlan) -> bool:
         """Whether our kernel, which is causal, attends in this step of a prompt."""
@@ -358,19 +377,32 @@ class H2OMetadataBuilder(_Stock):
             if row.is_transition:
                 used = cdiv(min(end, self.layout.budget), size)
                 resident = table[first_column : first_column + used]
+            fills = row.prefill_end > self.layout.budget
             observed.append(
                 ObservedPrompt(
                     tokens=slice(starts[i], starts[i + 1]),
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
-                    placement=int(self._placement_of(np.array(row.prefill_end - 1))),
+                    placement=OWN if self.parting and fills else ALIKE,
                     attends=self._attends(common, row),
                     partial=self.step.partial_states(rows.request_ids[i]),
                     later=self.step.later.setdefault(rows.request_ids[i], []),
+                    split=functools.partial(self._split, rows.request_ids[i], row)
+                    if self.step.own
+                    else None,
                 )
             )
         return observed
+
+    def _split(self, request_id: str, row: RowPlan, layers: list[ScoredLayer]) -> int:
+        """See `ObservedPrompt.split`."""
+        assert self.step is not None and self.step.own is not None
+        num_tokens, group = row.prefill_end, layers[0].params.group
+        queries = Queries(torch.arange(num_tokens), row.first_query, num_tokens, group)
+        self.step.own.split(request_id, [layer.state for layer in layers], queries)
+        fills = num_tokens > self.layout.budget
+        return self.step.own.index(request_id) if fills else ALIKE
 
 
 def _select_rows(

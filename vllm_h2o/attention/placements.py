@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from vllm.utils.math_utils import cdiv
 
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import Bounds, Queries, State
 from vllm_h2o.policy.placement import PageOf, Placement
 
 ALIKE, OWN = 0, 1
 """Where a table has the placement of a request that does not fill its budget, and the
-one that requests have from then on."""
+one that requests have from then on, if they all have the same."""
 
 
 class PlacementTable:
@@ -26,9 +31,12 @@ class PlacementTable:
     At the index `ALIKE` all heads have the slots of the engine's layout, and page i of
     a head is in the resident block of column i.
 
+    What no placement has been put into takes no memory yet.
+
     Attributes:
         layers: Pages of all evicting layers.
         most_blocks: `[num_layers]` of a head, in any placement.
+        capacity: How many placements there is room for.
         sizes: `[num_layers, capacity, num_kv_heads, 2]` int64: budget, heavy slots.
         order: `[num_layers, capacity, num_kv_heads]` int64 heads, those with the
             largest budget first.
@@ -54,13 +62,16 @@ class PlacementTable:
         """
         shape = len(layers), capacity, layers[0].keys.shape[1]
         self.layers, self.most_blocks = layers, most_blocks
+        self.capacity = capacity
         self._placements: dict[int, Placement] = {}
         width = max(*most_blocks, layout.budget_blocks)
-        self.sizes = torch.zeros(*shape, 2, dtype=torch.int64)
+        self.sizes = _zeros(np.int64, *shape, 2)
+        self.order = _zeros(np.int64, *shape)
+        self.columns = _zeros(np.int32, *shape, width)
+        self.offsets = _zeros(np.int64, *shape, width)
         self.sizes[:, ALIKE] = torch.tensor([layout.budget, layout.heavy_slots])
-        self.order = torch.arange(shape[2]).repeat(*shape[:2], 1)
-        self.columns = torch.arange(width).int().repeat(*shape, 1)
-        self.offsets = torch.zeros(*shape, width, dtype=torch.int64)
+        self.order[:, ALIKE] = torch.arange(shape[2])
+        self.columns[:, ALIKE] = torch.arange(width)
 
     @classmethod
     def of(
@@ -98,6 +109,76 @@ class PlacementTable:
                 self.columns[at] = torch.tensor([page.column for page in pages]).int()
                 from_here = [starts[page.layer] - starts[layer] for page in pages]
                 self.offsets[at] = torch.tensor(from_here)
+
+    def remove(self, index: int) -> None:
+        """Take a placement that no request has any more."""
+        del self._placements[index]
+
+
+def _zeros(dtype: Any, *shape: int) -> torch.Tensor:
+    """Torch would write them, and so take the memory."""
+    return torch.from_numpy(np.zeros(shape, dtype))
+
+
+class RequestPlacements:
+    """Who has which placement of a table, where each request has its own."""
+
+    def __init__(
+        self, table: PlacementTable, config: H2OConfig, layout: SlotLayout
+    ) -> None:
+        """Hand out all indices of the table but `ALIKE`.
+
+        Args:
+            table: Of all evicting layers.
+            config: The policy, whose method splits a request's blocks.
+            layout: The slots of a head on average.
+        """
+        self.table, self.config, self.layout = table, config, layout
+        self._free = list(range(table.capacity - 1, ALIKE, -1))
+        self._index: dict[str, int] = {}
+
+    def split(self, request_id: str, states: Sequence[State], queries: Queries) -> None:
+        """Give a request its placement, in the place of one that it had.
+
+        Args:
+            request_id: The request, whose prompt has been read.
+            states: Of all evicting layers.
+            queries: Who has looked at its tokens.
+        """
+        config, layout = self.config, self.layout
+        # More than the prompt no head has to keep, unless all of it fits the budget:
+        # then it is what is generated that heads will have to choose from.
+        of_prompt, most = cdiv(queries.seen, layout.block_size), self.table.most_blocks
+        bounds = Bounds(
+            len(states) * layout.budget_blocks,
+            SlotLayout.fewest_blocks(config, layout.block_size),
+            of_prompt if of_prompt > layout.budget_blocks else most[0],
+        )
+        blocks = config.method.split(states, queries, bounds)
+        assert blocks is not None, f"{config.score} splits no budget"
+        if request_id not in self._index:
+            self._index[request_id] = self._free.pop()
+        self.table.put(
+            self._index[request_id],
+            Placement.of_blocks(
+                blocks, layout.budget_blocks, config, layout.block_size
+            ),
+        )
+
+    def has(self, request_id: str) -> bool:
+        """Whether the request has one."""
+        return request_id in self._index
+
+    def index(self, request_id: str) -> int:
+        """Where the request's is."""
+        return self._index[request_id]
+
+    def drop(self, request_id: str) -> None:
+        """Take it from a request that has gone, if it had one."""
+        index = self._index.pop(request_id, None)
+        if index is not None:
+            self.table.remove(index)
+            self._free.append(index)
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,8 @@ def observe_prompt(
     if state is None or first_scoring == plan.first_query:
         # The first step with observation queries, also after a restart.
         shape, new = (pages.keys.shape[1], plan.prefill_end), 0
-        state = {name: torch.zeros(shape, device=query.device) for name in pages.state}
+        fields = (*pages.state, *params.method.prompt_fields)
+        state = {name: torch.zeros(shape, device=query.device) for name in fields}
     end = plan.num_computed_tokens + len(query)
     start(pages, prompt.dense_blocks, new, end, state, params)
     if prompt.attends:
@@ -86,7 +87,7 @@ def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
         prompt.layers,
         prompt.dense_blocks,
         prompt.resident_blocks,
-        prompt.placement,
+        prompt.split(prompt.layers) if prompt.split else prompt.placement,
         prompt.plan.first_query,
         config,
     )

@@ -17,9 +17,9 @@ from vllm_h2o.plugin.engine_args import (
     check_version,
     needed_worker_cls,
 )
-from vllm_h2o.policy.config import MEASURE
+from vllm_h2o.policy.config import MEASURE, REQUEST, UNIFORM
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.methods import fused_form_of
+from vllm_h2o.policy.methods import fused_form_of, fused_prompt_form_of
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
@@ -207,17 +207,25 @@ def check_kernels(
     Args:
         config: The policy.
         forms: The methods that the kernels have, see `Method.fused_form`.
-        options: The options that they have, one at a time.
+        options: What they have beside, see `vllm_h2o.attention.ops.cpu.OPTIONS`.
         platform: Where they run.
     """
     reference = (
         f"has no kernel on {platform}: set VLLM_H2O_KERNELS=reference, which runs all "
         "in plain torch, slowly and on CPU only"
     )
-    if fused_form_of(config.method) not in forms:
+    own_prompts = fused_prompt_form_of(config.method) is None
+    if fused_form_of(config.method) not in forms or (
+        own_prompts and "prompt" not in options
+    ):
         raise ValueError(
             f"h2o_score={config.score!r} (--h2o-score) {reference}, or use one of "
             f"{', '.join(sorted(forms))}"
+        )
+    if config.head_budgets == REQUEST and REQUEST not in options:
+        raise ValueError(
+            f"h2o_head_budgets={REQUEST!r} (--h2o-head-budgets) {reference}, or use "
+            f"{UNIFORM!r}"
         )
     asked = [("read", "100%")] * config.reads_part + [("merge", "none")] * config.merges
     for option, off in asked:
@@ -259,14 +267,15 @@ def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
     from vllm_h2o.attention.heads import profile_path
 
     path = profile_path(config, vllm_config.model_config.model)
-    if path is None and config.head_budgets != MEASURE:
+    if path is None and config.head_budgets not in (MEASURE, REQUEST):
         return
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
         fix = "use --h2o-head-budgets uniform, or no pipeline"
         _refuse("--h2o-head-budgets with --pipeline-parallel-size", stages, fix)
     if path is None:
-        _check_text_length(vllm_config)
+        if config.head_budgets == MEASURE:
+            _check_text_length(vllm_config)
         return
     profile = HeadProfile.load(path)
     kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)

@@ -21,7 +21,8 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm_h2o.attention.backend import H2OImpl
 from vllm_h2o.attention.heads import placement_of, profile_of, profile_path, remember
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
-from vllm_h2o.attention.placements import PlacementTable
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import PlacementTable, RequestPlacements
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
@@ -34,15 +35,17 @@ from vllm_h2o.plugin.validate import (
     check_profile,
     check_vllm_config,
 )
+from vllm_h2o.policy.config import REQUEST
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 logger = init_logger(f"vllm.{__name__}")
-
 
 _Stock: Any = object
 """The stock worker, which comes next among the bases of a platform's class."""
@@ -163,16 +166,16 @@ class H2OWorker(_Stock):
                     yield group.kv_cache_spec, builder
 
     def _split_budget(self, builder: H2OMetadataBuilder) -> Sequence[Any]:
-        """Give the heads of a KV cache group their budgets, if there is a profile.
+        """Let the heads of a KV cache group have budgets of their own, if they are to.
 
         Returns:
             The layers whose heads part ways.
         """
         config, profile = builder.spec.h2o, profile_of(self.vllm_config)
-        if profile is None:
+        if profile is None and config.head_budgets != REQUEST:
             return ()
         path = profile_path(config, self.vllm_config.model_config.model)
-        source = path or profile.measured_on
+        source = path or (profile.measured_on if profile else repr(REQUEST))
         names = sorted(builder.layer_names, key=extract_layer_index)
         layers = [self._h2o_layers[name] for name in names]
         evicting = sum(len(other.layer_names) for _, other in self._h2o_builders())
@@ -182,7 +185,7 @@ class H2OWorker(_Stock):
                 "put into several KV cache groups, because the model has fewer "
                 "windowed layers"
             )
-            if path is None:
+            if path is None and config.head_budgets != REQUEST:
                 logger.warning_once(
                     "H2O gives all KV heads the same budget: %s", several
                 )
@@ -190,7 +193,34 @@ class H2OWorker(_Stock):
             raise ValueError(
                 f"h2o_head_budgets (--h2o-head-budgets): {several}: use 'uniform'"
             )
-        check_profile(profile, source, self.vllm_config, len(layers))
+        pages = [layer.impl.view(layer.kv_cache) for layer in layers]
+        if profile is None:
+            table = self._table_of_requests(builder, pages)
+        else:
+            check_profile(profile, source, self.vllm_config, len(layers))
+            table = self._table_of_profile(builder, pages, profile, source)
+        for layer, part in zip(layers, table.parts(), strict=True):
+            layer.impl.placements = part
+        return layers
+
+    def _table_of_requests(
+        self, builder: H2OMetadataBuilder, pages: Sequence[Pages]
+    ) -> PlacementTable:
+        """A table with room for a placement of each request that runs."""
+        layout, most = builder.layout, [builder.spec.dense_columns] * len(pages)
+        capacity = 1 + self.vllm_config.scheduler_config.max_num_seqs
+        table = PlacementTable(pages, layout, most, capacity)
+        self._step.own = RequestPlacements(table, builder.spec.h2o, layout)
+        return table
+
+    def _table_of_profile(
+        self,
+        builder: H2OMetadataBuilder,
+        pages: Sequence[Pages],
+        profile: HeadProfile,
+        source: Path | str,
+    ) -> PlacementTable:
+        """A table of the one placement that all requests have."""
         count = builder.spec.num_kv_heads
         # With fewer heads than ranks, neighbouring ranks have the same head.
         parallel = self.vllm_config.parallel_config
@@ -199,21 +229,17 @@ class H2OWorker(_Stock):
         first //= parallel.tensor_parallel_size
         placement = placement_of(
             profile,
-            config,
+            builder.spec.h2o,
             builder.layout,
             builder.spec.dense_columns,
             slice(first, first + count),
         )
-        pages = [layer.impl.view(layer.kv_cache) for layer in layers]
-        table = PlacementTable.of(pages, builder.layout, placement)
-        for layer, part in zip(layers, table.parts(), strict=True):
-            layer.impl.placements = part
         budgets = placement.budgets
         logger.info_once(
             "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
             source, min(budgets), max(budgets), sum(budgets) // len(budgets),
         )  # fmt: skip
-        return layers
+        return PlacementTable.of(pages, builder.layout, placement)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up; vLLM makes steps of its own for that, which have no plan."""

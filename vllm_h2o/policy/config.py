@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from vllm_h2o.policy.methods import METHODS, Method, summaries
+from vllm_h2o.policy.methods import METHODS, Method, splits, summaries
 from vllm_h2o.policy.options import (
     bad,
     check_choice,
@@ -19,7 +19,7 @@ from vllm_h2o.policy.options import (
     share_of,
 )
 
-UNIFORM, AUTO, MEASURE = "uniform", "auto", "measure"
+UNIFORM, AUTO, MEASURE, REQUEST = "uniform", "auto", "measure", "request"
 """`head_budgets` values that are no file."""
 
 _UNITS = ("token", "block")
@@ -47,6 +47,9 @@ class H2OConfig:
             when the prompt is compressed; 1: none.
         score: What tokens are compared by: the name of one of `METHODS`.
         score_decay: What an old score is multiplied by per new query.
+        cake_gamma: See `vllm_h2o.policy.methods.cake`, and so are the next two.
+        cake_t1: Of the entropy.
+        cake_t2: Of the variance.
         read: Percentage of the heavy set's pages that the query of a generated token
             reads beside sinks and recent tokens, as `"20%"`. A request that is kept
             whole reads all.
@@ -55,8 +58,9 @@ class H2OConfig:
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
             (`vllm_h2o.policy.profile`), `"auto"`: the profile in the model's
-            folder, else one that an engine has measured, now or before, or
-            `"measure"`: what the engine measures now.
+            folder, else one that an engine has measured, now or before,
+            `"measure"`: what the engine measures now, or `"request"`: each request's
+            own, by the score at the end of its prompt.
 
     Raises:
         ValueError: A value is out of range; the message names the option, the
@@ -93,6 +97,15 @@ class H2OConfig:
     score_decay: float = option(
         1.0, "Factor on old scores per new query, 0 to 1.", float
     )
+    cake_gamma: float = option(
+        200.0, "Of the score cake: weight of the variance beside the mean.", float
+    )
+    cake_t1: float = option(
+        1.0, "Of the score cake: how little a layer's wide attention counts.", float
+    )
+    cake_t2: float = option(
+        1.0, "Of the score cake: how little its changing attention counts.", float
+    )
     read: str = option(
         "100%",
         "Share of the pages of the heavy set that a generated token's query reads: "
@@ -112,8 +125,9 @@ class H2OConfig:
         AUTO,
         "Share the budget among KV heads: 'uniform', the file of a profile (python "
         "-m vllm_h2o.calibrate), 'auto': the profile in the model's folder, else what "
-        "an engine has measured of the model at its first start, or 'measure': what "
-        "this one measures anew.",
+        "an engine has measured of the model at its first start, 'measure': what "
+        "this one measures anew, or 'request': each request's own, by a score that "
+        "says it (cake).",
     )
 
     def __post_init__(self) -> None:
@@ -123,6 +137,9 @@ class H2OConfig:
         set_(self, "read", parse_share(self.read))
         check_number("recent_ratio", self.recent_ratio, 0.0, 1.0)
         check_number("score_decay", self.score_decay, 0.0, 1.0)
+        check_number("cake_gamma", self.cake_gamma, 0.0, 1e6)
+        check_number("cake_t1", self.cake_t1, 0.01, 100.0)
+        check_number("cake_t2", self.cake_t2, 0.01, 100.0)
         check_int("sinks", self.sinks, 0)
         check_int("pooling", self.pooling, 1)
         if self.pooling % 2 == 0:
@@ -131,12 +148,22 @@ class H2OConfig:
         check_choice("eviction_unit", self.eviction_unit, _UNITS)
         check_choice("merge", self.merge, _MERGES)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
-            fix = "use 'uniform', 'auto', 'measure' or the file of a head profile"
+            fix = (
+                "use 'uniform', 'auto', 'measure', 'request' or the file of a head "
+                "profile"
+            )
             raise bad("head_budgets", self.head_budgets, fix)
         if self.eviction_unit == "block" and self.head_budgets not in (UNIFORM, AUTO):
             raise ValueError(
                 f"h2o_head_budgets={self.head_budgets!r} needs "
                 "h2o_eviction_unit='token': with 'block' use h2o_head_budgets='uniform'"
+            )
+        if self.head_budgets == REQUEST and not splits(self.method):
+            able = ", ".join(name for name, cls in METHODS.items() if splits(cls()))
+            raise ValueError(
+                f"h2o_head_budgets={REQUEST!r} needs h2o_score={able!r}: "
+                f"h2o_score={self.score!r} does not split a request's budget; use it, "
+                f"or h2o_head_budgets={AUTO!r}"
             )
         if self.eviction_unit == "block" and self.merges:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm_h2o.policy.config import UNIFORM, H2OConfig
+from vllm_h2o.policy.config import REQUEST, UNIFORM, H2OConfig
 from vllm_h2o.policy.methods import METHODS
 from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice
 
@@ -27,6 +27,14 @@ PRESETS: Mapping[str, H2OConfig] = {
         observation_window=1,
         pooling=1,
         score_decay=0.0,
+    ),
+    "cake": replace(
+        _SUMS,
+        policy="cake",
+        pooling=5,
+        score="cake",
+        score_decay=0.0,
+        head_budgets=REQUEST,
     ),
     "mpcache": H2OConfig(
         policy="mpcache",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods.base import max_pool
 
 
 def select_residents(
-    value: torch.Tensor, pooling: int, layout: SlotLayout
+    value: torch.Tensor,
+    pooling: int,
+    layout: SlotLayout,
+    pool: Callable[[torch.Tensor, int], torch.Tensor] = max_pool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the resident tokens of a prompt, per KV head.
 
@@ -20,8 +24,9 @@ def select_residents(
 
     Args:
         value: `[num_kv_heads, n]` float32, what the prompt's tokens are worth.
-        pooling: Width (odd) of the max-pool over neighbouring positions; 1: none.
+        pooling: Width (odd) of the pool over neighbouring positions; 1: none.
         layout: The slots.
+        pool: How neighbours share their values.
 
     Returns:
         `(positions, slots)`: `[num_kv_heads, m]` int64 token positions, and
@@ -37,9 +42,7 @@ def select_residents(
         layout.heavy_slots + (recent - layout.heavy_slots) % layout.recent_slots
     )
     if pooling > 1:
-        value = F.max_pool1d(
-            value.unsqueeze(1), pooling, stride=1, padding=pooling // 2
-        ).squeeze(1)
+        value = pool(value, pooling)
     value = value[:, :ring_start]
     if layout.whole_blocks:
         heavy = _heaviest_blocks(value, layout)

@@ -44,8 +44,9 @@ if platform.machine() == "x86_64":
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
-OPTIONS = frozenset({"read", "merge"})
-"""Options that they have beside, one at a time."""
+OPTIONS = frozenset({"read", "merge", "prompt", "request"})
+"""What they have beside: the options `read` and `merge`, one at a time; methods with
+rules of their own for prompts, which torch runs; head budgets by request."""
 _DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -202,9 +203,13 @@ class Choice:
 def choose(
     layers: Sequence[ScoredLayer], placement: int, first_query: int, config: H2OConfig
 ) -> Choice:
-    """See `reference.choose`, of every layer; whole blocks are chosen in torch."""
+    """See `reference.choose`, of every layer.
+
+    Torch chooses whole blocks, and by methods whose form for prompts the kernels lack.
+    """
     choice = _no_choice(layers, placement, first_query, config.pooling)
-    if not layers[0].params.layout.whole_blocks:
+    params = layers[0].params
+    if params.fused_prompt_form and not params.layout.whole_blocks:
         _run(_library().h2o_choose, "choose", choice.args)
         return choice
     choice.tokens.fill_(-1)
@@ -277,6 +282,9 @@ def observe(
     params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.observe`."""
+    if params.fused_prompt_form is None:
+        reference.observe(query, pages, dense_blocks, first_position, state, params)
+        return
     attend_observed(query, pages, dense_blocks, first_position, 0, state, params, None)
 
 

@@ -97,14 +97,17 @@ def choose(
     for head, layout in enumerate(params.layouts_of(placement, num_kv_heads)):
         heads_of.setdefault(layout, []).append(head)
     budget = params.budget_of(placement)
-    queries = Queries(torch.arange(num_tokens), first_query, num_tokens)
-    values = params.method.value(state, queries)
+    queries = Queries(torch.arange(num_tokens), first_query, num_tokens, params.group)
+    method = params.method
+    # Heads that part have no prompt to go by: nobody keeps its fields that long.
+    of_prompt = {*method.prompt_fields} <= {*state}
+    values = (method.prompt_value if of_prompt else method.value)(state, queries)
     chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for layout, heads in heads_of.items():
         poor = layout.budget < budget
         mine = values if len(heads) == num_kv_heads else values[heads]
-        pooling = 1 if poor else config.pooling
-        positions, slots = select_residents(mine, pooling, layout)
+        pooling = config.pooling if of_prompt and not poor else 1
+        positions, slots = select_residents(mine, pooling, layout, method.pool)
         chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
     by_head = zip(*(chosen[head] for head in range(num_kv_heads)), strict=True)
     return Chosen(*(pad_sequence([*rows], True, padding_value=-1) for rows in by_head))
@@ -137,7 +140,7 @@ def compress(
         positions, slots = chosen.positions[head, held], chosen.slots[head, held]
         keys, values = _tokens(pages, blocks, head, positions)
         tokens = {"keys": keys, "values": values, "births": positions.int()}
-        tokens |= {name: mine[head, positions] for name, mine in state.items()}
+        tokens |= {name: state[name][head, positions] for name in pages.state}
         target = _Resident(pages, rows, 0, head, params)
         for what, content in tokens.items():
             target.put(what, slots, content)
@@ -227,8 +230,8 @@ def start(
         keys = pages.keys[blocks, :, :, i].transpose(0, 1)
         values = pages.values[blocks, :, i].transpose(0, 1)
         started = params.method.start(keys, values, positions)
-        for name, mine in state.items():
-            mine[:, positions] = started[name]
+        for name, mine in started.items():
+            state[name][:, positions] = mine
 
 
 def observe(
@@ -246,7 +249,7 @@ def observe(
     for probs in tiles(query, keys[:, :, :end], first_position, **capped):
         visible = probs.shape[-1]
         seen = {name: mine[:, :visible] for name, mine in state.items()}
-        params.method.observe(seen, probs)
+        params.method.observe_prompt(seen, probs)
 
 
 def attend_observed(

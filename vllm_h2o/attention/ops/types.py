@@ -12,7 +12,7 @@ import torch
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import ALIKE, LayerPlacements
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.methods import Method, State, fused_form_of
+from vllm_h2o.policy.methods import Method, State, fused_form_of, fused_prompt_form_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class DecodeParams:
         method: What a token in a slot is worth.
         read: Share of the heavy set's pages that a query reads, see `policy.reading`.
         merge: Whether what is dropped goes into what is kept, see `policy.merging`.
+        group: Query heads of a KV head.
         placements: How requests split their slots, None where all heads have the same.
     """
 
@@ -62,11 +63,17 @@ class DecodeParams:
     placements: LayerPlacements | None = None
     read: float = 1.0
     merge: bool = False
+    group: int = 1
 
     @cached_property
     def fused_form(self) -> str | None:
         """The form in which kernels have the method, if any."""
         return fused_form_of(self.method)
+
+    @cached_property
+    def fused_prompt_form(self) -> str | None:
+        """The same for prompts: what scores them and chooses what stays."""
+        return fused_prompt_form_of(self.method)
 
     @cached_property
     def score_decay(self) -> float:

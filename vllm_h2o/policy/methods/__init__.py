@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from vllm_h2o.policy.methods.base import (
+    Bounds,
     Method,
     Queries,
     State,
     fused_form_of,
+    fused_prompt_form_of,
+    splits,
     starts_at_zero,
 )
+from vllm_h2o.policy.methods.cake import Cake
 from vllm_h2o.policy.methods.mean import Mean
 from vllm_h2o.policy.methods.norm import Norm
 from vllm_h2o.policy.methods.sum import Sum
 
 __all__ = [
-    "METHODS", "Mean", "Method", "Norm", "Queries", "State", "Sum", "fused_form_of",
-    "starts_at_zero", "summaries",
+    "METHODS", "Bounds", "Cake", "Mean", "Method", "Norm", "Queries", "State", "Sum",
+    "fused_form_of", "fused_prompt_form_of", "splits", "starts_at_zero", "summaries",
 ]  # fmt: skip
 
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Sum, Mean, Norm)}
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Sum, Mean, Norm, Cake)}
 """By what `--h2o-score` calls them."""
 
 

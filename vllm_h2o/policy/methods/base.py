@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 State = dict[str, torch.Tensor]
 """What is kept of tokens or slots, by field: `[..., n]` float32. Leading dimensions are
@@ -21,15 +23,32 @@ class Queries:
         first: Position of the first query that scored.
         seen: Queries `first .. seen - 1` have scored: the position of the token to be
             decoded, or the number of tokens of a prompt that has been read.
+        group: Query heads of a KV head.
     """
 
     positions: torch.Tensor
     first: int
     seen: int
+    group: int = 1
 
     def count(self) -> torch.Tensor:
         """`[..., n]` how many could see each token, at least 1."""
         return (self.seen - self.positions.clamp(min=self.first)).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Blocks that the heads of one KV head index share, over all layers.
+
+    Attributes:
+        total: Blocks to split.
+        fewest: Blocks of a head at least.
+        most: Blocks of a head at most.
+    """
+
+    total: int
+    fewest: int
+    most: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,10 @@ class Method:
     fields: ClassVar[tuple[str, ...]] = ("score",)
     """What a slot keeps beside K and V in each KV head, a float32 each: a page grows by
     them. The first is `score`."""
+
+    prompt_fields: ClassVar[tuple[str, ...]] = ()
+    """What is kept beside of each prompt token in each KV head, until the prompt is
+    compressed."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -105,6 +128,53 @@ class Method:
         """
         raise NotImplementedError
 
+    def observe_prompt(self, state: State, probs: torch.Tensor) -> None:
+        """As `observe`, for queries of a prompt; the state has `prompt_fields` too."""
+        self.observe(state, probs)
+
+    def prompt_value(self, state: State, queries: Queries) -> torch.Tensor:
+        """As `value`, for the choice at the end of a prompt."""
+        return self.value(state, queries)
+
+    def pool(self, value: torch.Tensor, width: int) -> torch.Tensor:
+        """Let neighbouring prompt tokens share their values, the highest by default.
+
+        Args:
+            value: `[num_kv_heads, n]` float32 of `prompt_value`.
+            width: Odd, in tokens, above 1.
+
+        Returns:
+            The same shape.
+        """
+        return max_pool(value, width)
+
+    def split(
+        self, states: Sequence[State], queries: Queries, bounds: Bounds
+    ) -> list[list[int]] | None:
+        """How a request's blocks are split over layers and KV heads.
+
+        Args:
+            states: Of all layers that evict, at the end of the prompt.
+            queries: Who has looked at its tokens.
+            bounds: How many blocks there are to split.
+
+        Returns:
+            `[num_layers][num_kv_heads]` blocks, for each KV head `bounds.total` in
+            all; None: the method leaves that to others.
+        """
+        return None
+
+
+def max_pool(value: torch.Tensor, width: int) -> torch.Tensor:
+    """The highest of `width` (odd) neighbours, `[num_kv_heads, n]`."""
+    pooled = F.max_pool1d(value.unsqueeze(1), width, stride=1, padding=width // 2)
+    return pooled.squeeze(1)
+
+
+def splits(method: Method) -> bool:
+    """Whether a method splits a request's blocks over layers and heads."""
+    return type(method).split is not Method.split
+
 
 def starts_at_zero(method: Method) -> bool:
     """Whether tokens that nobody has looked at have a state of zeros."""
@@ -112,5 +182,12 @@ def starts_at_zero(method: Method) -> bool:
 
 
 def fused_form_of(method: Method) -> str | None:
-    """The kernels' form of a method, None: they have none."""
+    """The kernels' form of a method while it generates, None: they have none."""
     return vars(type(method)).get("fused_form")
+
+
+def fused_prompt_form_of(method: Method) -> str | None:
+    """Their form for prompts, None: these are torch's, once per request."""
+    hooks, cls = ("observe_prompt", "prompt_value", "pool"), type(method)
+    own = any(getattr(cls, name) is not getattr(Method, name) for name in hooks)
+    return None if own else fused_form_of(method)

@@ -23,7 +23,7 @@ from vllm_h2o.attention.pages import Pages
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
 OPTIONS: frozenset[str] = frozenset()
-"""Options that they have beside, `read` and `merge` being such."""
+"""What they have beside, see those of `vllm_h2o.attention.ops.cpu`."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_GROUP = 16
 _TILE_BYTES = 16 * 1024

@@ -1,0 +1,97 @@
+"""CAKE in an engine against its rule written down densely."""
+
+import pytest
+import torch
+
+from benchmarks.smollm2 import ensure_model
+from tests.engine.helpers import assert_equal_densely, engine, prompts_of
+from tests.engine.test_reference import own_sizes
+from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
+
+pytestmark = pytest.mark.engine
+
+BLOCK, BUDGET_BLOCKS, LONGEST, NUM_TOKENS, WINDOW = 32, 8, 64, 12, 32
+BUDGET = BLOCK * BUDGET_BLOCKS
+COMMON = Sizes(BUDGET // 2, BUDGET // 2, BLOCK)
+VARIANT = Variant(WINDOW, 5, "sum", "token", decay=0.0, sinks=0)
+OPTIONS = {"kv_policy": "cake", "h2o_budget": BUDGET, "max_num_batched_tokens": 256}
+
+
+def worth(attention):
+    """Of a prompt token that so much attention is paid, `[query heads, queries]`."""
+    variance = attention.var() if attention.numel() > 1 else 0
+    return attention.mean() + 200 * variance
+
+
+class CakeHead(Head):
+    """Mean plus 200 times the variance, pooled by the mean of five."""
+
+    def read_prompt(self, attention):
+        """Also what layers are compared by."""
+        n = attention.shape[1]
+        first = n - WINDOW
+        seen = attention[:, first:].flatten(0, 1)
+        old = seen[:, :first]
+        self.worth = torch.stack(
+            [worth(attention[:, max(first, t) :, t]) for t in range(n)]
+        )
+        logs = old.clamp(min=torch.finfo(torch.float32).tiny).log()
+        self.preference = float(-(old * logs).sum() * old.var(dim=0).sum())
+        self.of_prompt = True
+        super().read_prompt(attention)
+        self.of_prompt = False
+
+    def scored(self, observed):
+        return observed.sum(dim=0)
+
+    def values(self, seen):
+        return self.worth if self.of_prompt else self.scores
+
+    def pooled(self, value):
+        if not self.of_prompt:
+            return value
+        near = [value[max(i - 2, 0) : i + 3].sum() / 5 for i in range(len(value))]
+        return torch.stack(near)
+
+
+def blocks_of(heads, num_tokens):
+    """`[layers][KV heads]` blocks in proportion to what heads prefer, none more than a
+    prompt beyond the budget has."""
+    most = -(-num_tokens // BLOCK) if num_tokens > BUDGET else LONGEST
+    shares = []
+    for mine in zip(*heads, strict=True):  # all layers, of a KV head
+        wish = torch.tensor([head.preference for head in mine], dtype=torch.float64)
+        low, high = 0.0, 1e9 / float(wish.max())
+        for _ in range(200):
+            middle = (low + high) / 2
+            total = (wish * middle).clamp(1, most).sum()
+            low, high = (
+                (middle, high) if total < len(mine) * BUDGET_BLOCKS else (low, middle)
+            )
+        exact = (wish * low).clamp(1, most)
+        blocks = (exact + 1e-6).floor()
+        left = int(len(mine) * BUDGET_BLOCKS - blocks.sum())
+        blocks[(exact - blocks).argsort(descending=True, stable=True)[:left]] += 1
+        shares.append([int(n) for n in blocks])
+    return [list(layer) for layer in zip(*shares, strict=True)]
+
+
+def densely(model, prompt):
+    """With the sizes that a first reading of the prompt gives."""
+    (read,) = generate(model, prompt, 1, [VARIANT], COMMON, head_class=CakeHead)
+    blocks = blocks_of(read.heads, len(prompt))
+    assert len({n for layer in blocks for n in layer}) > 4
+    own = [[own_sizes(n, BLOCK) for n in layer] for layer in blocks]
+    return generate(
+        model, prompt, NUM_TOKENS, [VARIANT], COMMON, own, head_class=CakeHead
+    )[0]
+
+
+def test_engine_equals_reference():
+    """Prompts beyond the budget and one that fills it later, each with its own split;
+    the second time they hit the prefix cache."""
+    model, prompts = DenseLlama(ensure_model()), prompts_of(700, 400, 250)
+    expected = [densely(model, prompt) for prompt in prompts]
+    with engine(**OPTIONS, enable_prefix_caching=True) as llm:
+        assert_equal_densely(llm, prompts, expected)
+        assert_equal_densely(llm, prompts, expected)
