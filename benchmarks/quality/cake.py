@@ -1,10 +1,10 @@
 """CAKE as its authors evict, in plain torch inside transformers' llama.
 
-What the preset `cake` is compared with. Formulas and their order are those of
-`antgroup/cakekv` (arXiv 2503.12491) without its cascade, which frees memory sooner
-but keeps the same tokens; the preset differs in what its description says
-(`vllm_h2o.policy.methods.cake`), and in that half of a head's slots are recent where
-here it is the last 32 tokens.
+What the preset `cake` is compared with; what differs is in its description
+(`vllm_h2o.policy.methods.cake`). Formulas and their order are those of
+`antgroup/cakekv` (arXiv 2503.12491) with t1 = t2 = 1, its default, without its cascade,
+which frees memory sooner but keeps the same tokens; a layer's share may differ by a
+token or two, and a prompt within the budget is never evicted from.
 """
 
 from __future__ import annotations

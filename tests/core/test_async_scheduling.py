@@ -142,11 +142,12 @@ def test_the_next_turn_of_a_session_is_read_densely_again(in_flight):
     driver = AsyncDriver(64, budget=64, chunk=200)
     name = driver.add(list(range(100, 220)), 10, session="chat")
     request = driver.scheduler.requests[name]
-    ends = []
+    ends, restarts = [], []
     for turn in range(3):
         while request.num_output_tokens < 10 and request.max_tokens:
             output = driver.schedule()
             row = output.h2o_plan.rows.get(name)
+            restarts += [len(ends)] * output.h2o_plan.restarted.count(name)
             if row and row.is_transition:
                 ends.append(row.prefill_end)
             while len(driver.in_flight) >= in_flight:
@@ -158,5 +159,7 @@ def test_the_next_turn_of_a_session_is_read_densely_again(in_flight):
         driver.add(list(range(turn, turn + 30)), 10, session=name)
     # A turn drops the last sampled token: 120, + 9 + 30, + 9 + 30.
     assert ends == [120, 159, 198]
+    # The worker is told before the next turn's prompt has been read.
+    assert restarts == [1, 2]
     driver.abort(name)
     driver.assert_pool_whole()

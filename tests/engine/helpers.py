@@ -180,14 +180,21 @@ def assert_equal_densely(
 
 
 def _assert_equal_values(actual: Any, expected: Any, but: set[tuple[int, int]]) -> None:
-    """By layer and KV head, of the survivors in order."""
+    """By layer and KV head, of the survivors in order, but for a few close heirs."""
+    close, count = 0, 0
     for layer, heads in enumerate(expected):
         for number, head in enumerate(heads):
+            kept = head.survivors()
+            sure = [i for i, token in enumerate(kept) if token not in head.close_heirs]
+            close, count = close + len(kept) - len(sure), count + len(kept)
             if (layer, number) not in but:
                 torch.testing.assert_close(
-                    actual[layer][number], head.past_values[head.survivors()],
-                    rtol=1e-3, atol=2e-3,
-                )  # fmt: skip
+                    actual[layer][number][sure],
+                    head.past_values[kept][sure],
+                    rtol=1e-3,
+                    atol=2e-3,
+                )
+    assert close <= 0.01 * count, "too many close heirs to be close"
 
 
 def _differences(survivors: Any, heads: Any) -> list[tuple]:

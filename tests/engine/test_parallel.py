@@ -72,6 +72,7 @@ def save_profile(model, num_kv_heads):
         ("uniform", {}),
         ("by head", {}),
         ("by request", {"policy": "cake", "h2o_cake_t2": 0.05}),
+        ("by request", {"policy": "d2o"}),
         pytest.param("uniform", {"h2o_read": "50%"}, marks=pytest.mark.slow),
         pytest.param("by head", {"h2o_merge": "value"}, marks=pytest.mark.slow),
     ],

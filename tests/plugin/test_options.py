@@ -126,7 +126,7 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
             ["h2o_score='mean'", "recent_ratio=1.0", "--h2o-recent-ratio"],
         ),
         (
-            {"kv_policy": "d2o", "h2o_eviction_unit": "block"},
+            {"kv_policy": "h2o", "h2o_merge": "value", "h2o_eviction_unit": "block"},
             ["h2o_merge='value'", "h2o_eviction_unit='token'", "'none'"],
         ),
         (
@@ -135,7 +135,15 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
         ),
         (
             {"kv_policy": "h2o", "h2o_head_budgets": "request"},
-            ["h2o_head_budgets='request'", "h2o_score='cake'", "'mean'", "'auto'"],
+            ["h2o_head_budgets='request'", "cake, d2o", "'mean'", "'auto'"],
+        ),
+        (
+            {"kv_policy": "cake", "h2o_recent_ratio": 1.0},
+            ["h2o_head_budgets='request'", "h2o_recent_ratio=1.0", "'uniform'"],
+        ),
+        (
+            {"kv_policy": "cake", "h2o_cake_t1": 2.0, "h2o_head_budgets": "auto"},
+            ["h2o_cake_t1=2.0", "h2o_head_budgets='auto'", "'request'"],
         ),
         (
             {"kv_policy": "h2o", "h2o_cake_gamma": 100},
@@ -276,7 +284,7 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
     ("preset", "complaint"),
     [
         ("mpcache", "h2o_read='20%'.*on CUDA.*'100%'"),
-        ("d2o", "h2o_merge='value'.*on CUDA.*'none'"),
+        ("d2o", "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
         ("cake", "h2o_score='cake'.*on CUDA.*mean, sum"),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import (
+    D2O,
     METHODS,
     Bounds,
     Cake,
@@ -168,13 +169,43 @@ def test_cake_prefers_layers_of_wide_and_changing_attention(attention):
         assert shares == [[expected] * 2, [1000 - expected] * 2]
         for head in range(2):
             mine = entropy[head] ** (1 / t1) * spread[head] ** (1 / t2)
-            assert mine == pytest.approx(float(method.preference(state, queries)[head]))
+            log = method.log_preference(state, queries)[head]
+            assert mine.log() == pytest.approx(float(log), rel=1e-4)
+
+
+def test_cake_knows_no_power_that_is_too_high(attention):
+    _, state, queries = attention
+    low = state | {name: state[name] / 1.01 for name in ("score", "entropy")}
+    low["square"] = state["square"] / 1.01**2
+    for t1, t2 in ((0.01, 1.0), (1.0, 0.01)):
+        split = Cake(cake_t1=t1, cake_t2=t2).split
+        (more, _), (less, _) = split([state, low], queries, Bounds(1000, 1, 999))
+        exponent = 1 / t1 + 2 / t2
+        assert more == round(1000 / (1 + 1.01**-exponent)) and more + less == 1000
 
 
 def test_cake_shares_equally_what_nobody_has_looked_at():
     state = {name: torch.zeros(2, 9) for name in Cake.fields + Cake.prompt_fields}
     shares = Cake().split([state] * 3, Queries(torch.arange(9), 0, 9), Bounds(6, 1, 5))
     assert shares == [[2, 2]] * 3
+
+
+def test_d2o_gives_more_to_layers_whose_attention_is_spread_evenly():
+    """The first two layers and the last get the average at least."""
+    even, half, uneven = torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8)
+    uneven[:, 0] = 5.0
+    half[:, 0] = 1.0 + 8**0.5  # half the variance
+    states = [{"score": x} for x in (uneven, even, even, half, uneven, uneven)]
+    queries, bounds = Queries(torch.arange(8), 0, 8), Bounds(600, 1, 600)
+    shares = D2O().split(states, queries, bounds)
+    assert all(first == second for first, second in shares)
+    firsts = [first for first, _ in shares]
+    assert firsts[0] == firsts[5] == 100
+    weights = torch.tensor([0.0, 0.0, 0.5, 1.0]).neg().exp()
+    torch.testing.assert_close(
+        torch.tensor(firsts[1:5]).float(), 400 * weights / weights.sum(), rtol=0, atol=1
+    )
+    assert D2O().split(states[:1], queries, Bounds(7, 1, 9)) == [[7, 7]]
 
 
 def test_cake_pools_by_the_mean():

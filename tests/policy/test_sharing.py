@@ -22,7 +22,12 @@ from vllm_h2o.policy.sharing import share_out
     ],
 )
 def test_shares(preferences, expected):
-    assert share_out(preferences, 24, 1, 16) == expected
+    assert share_out(preferences, 24, [1] * 4, 16) == expected
+
+
+def test_some_get_more_at_least():
+    assert share_out([1.0, 1.0, 4.0, 6.0], 24, [6, 1, 1, 1], 16) == [6, 2, 6, 10]
+    assert share_out([0.0, 0.0, 1.0], 12, [4, 4, 4], 16) == [4, 4, 4]
 
 
 @given(
@@ -36,7 +41,7 @@ def test_all_is_shared_out_within_bounds_and_who_wishes_more_gets_no_less(
 ):
     count, most = len(preferences), fewest + more
     total = count * fewest + round(full * count * more)
-    blocks = share_out(preferences, total, fewest, most)
+    blocks = share_out(preferences, total, [fewest] * count, most)
     assert sum(blocks) == total
     assert all(fewest <= n <= most for n in blocks)
     # But for the fraction of a block that goes to the largest remainder.

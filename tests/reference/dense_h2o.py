@@ -112,6 +112,7 @@ class Head:
         self.slots = torch.zeros(capacity, dtype=torch.int64)
         self.first_query = 0
         self.close_calls: set[int] = set()
+        self.close_heirs: set[int] = set()
         self.lost: int | None = None
         self.threshold: float | None = None
 
@@ -200,12 +201,26 @@ class Head:
             self.threshold = 0.3 * least + 0.7 * best[0]
         heirs: dict[int, list[int]] = {}
         for i, cosine in enumerate(best):
+            self.note_close_heirs(similar[i], kept, least)
             if cosine >= least:
                 heirs.setdefault(kept[int(similar[i].argmax())], []).append(i)
         for heir, mine in heirs.items():
             weights = torch.tensor([1.0, *(best[i] for i in mine)]).exp()
             values = self.past_values[[heir, *(lost[i] for i in mine)]]
             self.past_values[heir] = weights @ values / weights.sum()
+
+    def note_close_heirs(
+        self, similar: torch.Tensor, kept: list[int], least: float
+    ) -> None:
+        """Remember who may or may not inherit, by float32 rounding; see above.
+
+        Args are the cosines of a lost key with the kept ones, these, and the threshold.
+        """
+        high, *others = similar.topk(min(2, len(kept))).values.tolist()
+        close_second = bool(others) and high - others[0] <= 1e-5
+        if abs(high - least) <= 1e-5 or (close_second and high >= least - 1e-5):
+            near = (similar >= high - 1e-5).nonzero().flatten().tolist()
+            self.close_heirs.update(kept[i] for i in near)
 
     def ring_slot(self, position: int) -> int:
         """Where a new token goes."""

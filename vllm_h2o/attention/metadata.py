@@ -99,7 +99,8 @@ class StepRows:
 
         Args:
             plan: The scheduler's plan.
-            gone: Requests that finished or were preempted since the last step.
+            gone: Requests that have finished, or whose prompt is read again, since the
+                last step.
         """
         self._plan = plan
         for request_id in gone:

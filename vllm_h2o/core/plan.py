@@ -66,15 +66,19 @@ class ResidencyPlan:
         request_ids: The scheduled requests.
         counts: `[4, num_requests]` int64, the fields of `RowPlan` by request.
         stats: The counters by name.
+        restarted: Requests whose prompt is going to be read again, though they neither
+            finished nor were preempted: sessions that got their next turn.
     """
 
     request_ids: list[str] = field(default_factory=list)
     counts: np.ndarray = field(default_factory=lambda: np.empty((4, 0), np.int64))
     stats: dict[str, int] = field(default_factory=dict)
+    restarted: list[str] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes: what pickle needs to make an array takes longer than the rest.
-        return _unpickled, (self.request_ids, bytearray(self.counts), self.stats)
+        counts = bytearray(self.counts)
+        return _unpickled, (self.request_ids, counts, self.stats, self.restarted)
 
     @property
     def num_computed_tokens(self) -> np.ndarray:
@@ -124,10 +128,13 @@ class ResidencyPlan:
 
 
 def _unpickled(
-    request_ids: list[str], counts: bytearray, stats: dict[str, int]
+    request_ids: list[str],
+    counts: bytearray,
+    stats: dict[str, int],
+    restarted: list[str],
 ) -> ResidencyPlan:
     array = np.frombuffer(counts, np.int64).reshape(4, -1)
-    return ResidencyPlan(request_ids, array, stats)
+    return ResidencyPlan(request_ids, array, stats, restarted)
 
 
 PLAN_ATTRIBUTE = "h2o_plan"

@@ -38,6 +38,7 @@ class H2OScheduler(AsyncScheduler):
                 publish_alike(manager, self.h2o_managers[0])
         self._layout = self._spec.layout
         self.h2o_stats = H2OStats()
+        self._restarted: list[str] = []
         self._logged_counters = ""
         logger.info_once("%s", self._summary())
         if self._layout.budget >= self.max_model_len:
@@ -62,6 +63,7 @@ class H2OScheduler(AsyncScheduler):
         super()._update_request_as_session(session, update)
         self.kv_cache_manager.free(session)
         session.num_computed_tokens = 0
+        self._restarted.append(session.request_id)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step and hang its plan on the output."""
@@ -82,6 +84,7 @@ class H2OScheduler(AsyncScheduler):
             manager.first_queries(request_ids),
         ]
         plan = ResidencyPlan(request_ids, np.array(counts, dtype=np.int64))
+        plan.restarted, self._restarted = self._restarted, []
         # schedule() has already advanced num_computed_tokens past this step.
         plan.counts[0] -= plan.num_scheduled_tokens
         return plan

@@ -270,7 +270,7 @@ class H2OWorker(_Stock):
                 "--scheduler-cls is not; use --kv-policy, or give both"
             )
         self._plan = plan or self._plan
-        gone = {*scheduler_output.finished_req_ids}
+        gone = {*scheduler_output.finished_req_ids, *(plan.restarted if plan else ())}
         gone |= scheduler_output.preempted_req_ids or set()
         self._step.begin(self._plan, sorted(gone))
         try:

@@ -47,9 +47,9 @@ class H2OConfig:
             when the prompt is compressed; 1: none.
         score: What tokens are compared by: the name of one of `METHODS`.
         score_decay: What an old score is multiplied by per new query.
-        cake_gamma: See `vllm_h2o.policy.methods.cake`, and so are the next two.
-        cake_t1: Of the entropy.
-        cake_t2: Of the variance.
+        cake_gamma: Weight of the variance, see `vllm_h2o.policy.methods.cake`.
+        cake_t1: The entropy counts with the power of 1 over it.
+        cake_t2: The variance likewise.
         read: Percentage of the heavy set's pages that the query of a generated token
             reads beside sinks and recent tokens, as `"20%"`. A request that is kept
             whole reads all.
@@ -101,10 +101,10 @@ class H2OConfig:
         200.0, "Of the score cake: weight of the variance beside the mean.", float
     )
     cake_t1: float = option(
-        1.0, "Of the score cake: how little a layer's wide attention counts.", float
+        1.0, "Of the score cake: 1 over the power of a layer's entropy.", float
     )
     cake_t2: float = option(
-        1.0, "Of the score cake: how little its changing attention counts.", float
+        1.0, "Of the score cake: 1 over the power of a layer's variance.", float
     )
     read: str = option(
         "100%",
@@ -126,8 +126,8 @@ class H2OConfig:
         "Share the budget among KV heads: 'uniform', the file of a profile (python "
         "-m vllm_h2o.calibrate), 'auto': the profile in the model's folder, else what "
         "an engine has measured of the model at its first start, 'measure': what "
-        "this one measures anew, or 'request': each request's own, by a score that "
-        "says it (cake).",
+        "this one measures anew, or 'request': each request's own, which the scores "
+        "cake and d2o read off its prompt.",
     )
 
     def __post_init__(self) -> None:
@@ -161,9 +161,15 @@ class H2OConfig:
         if self.head_budgets == REQUEST and not splits(self.method):
             able = ", ".join(name for name, cls in METHODS.items() if splits(cls()))
             raise ValueError(
-                f"h2o_head_budgets={REQUEST!r} needs h2o_score={able!r}: "
-                f"h2o_score={self.score!r} does not split a request's budget; use it, "
+                f"h2o_head_budgets={REQUEST!r} needs an h2o_score that splits a "
+                f"request's budget, which {self.score!r} does not: use one of {able}, "
                 f"or h2o_head_budgets={AUTO!r}"
+            )
+        if self.head_budgets == REQUEST and not self.keeps_heavy_set:
+            raise ValueError(
+                f"h2o_head_budgets={REQUEST!r} needs a heavy set, but "
+                "h2o_recent_ratio=1.0 leaves none: use h2o_head_budgets='uniform' or a "
+                "smaller h2o_recent_ratio"
             )
         if self.eviction_unit == "block" and self.merges:
             raise ValueError(

@@ -12,6 +12,7 @@ from vllm_h2o.policy.methods import METHODS
 from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice
 
 _OF_HEAVY_SET = ("observation_window", "pooling", "score", "score_decay", "read")
+_OF_SPLIT = ("cake_t1", "cake_t2")
 _SUMS = H2OConfig(recent_ratio=0.5, score="sum", head_budgets=UNIFORM)
 
 PRESETS: Mapping[str, H2OConfig] = {
@@ -51,7 +52,9 @@ PRESETS: Mapping[str, H2OConfig] = {
         sinks=4,
         observation_window=ALL_QUERIES,
         pooling=1,
+        score="d2o",
         merge="value",
+        head_budgets=REQUEST,
     ),
     "streaming": replace(
         _SUMS,
@@ -135,6 +138,12 @@ def resolve_config(
                 f"h2o_{field.name}={given!r} of {name} is no option of "
                 f"h2o_score={config.score!r} (--h2o-score): drop one of them"
             )
+    idle = [name for name in _OF_SPLIT if name in options]
+    if idle and config.head_budgets != REQUEST:
+        raise ValueError(
+            f"h2o_{idle[0]}={options[idle[0]]!r} has no effect with "
+            f"h2o_head_budgets={config.head_budgets!r}: drop it, or use {REQUEST!r}"
+        )
     idle = [name for name in _OF_HEAVY_SET if name in options]
     if idle and not config.keeps_heavy_set:
         raise ValueError(

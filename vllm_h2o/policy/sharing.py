@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def share_out(
-    preferences: Sequence[float], total: int, fewest: int, most: int
+    preferences: Sequence[float], total: int, fewest: Sequence[int], most: int
 ) -> list[int]:
     """Split blocks in proportion to preferences, within bounds.
 
@@ -17,27 +17,29 @@ def share_out(
 
     Args:
         preferences: `[n]`, none negative; what is not finite counts as 0.
-        total: Blocks to split, `n * fewest <= total <= n * most`.
-        fewest: Blocks that each gets at least.
+        total: Blocks to split, `sum(fewest) <= total <= n * most`.
+        fewest: `[n]` blocks that each gets at least.
         most: Blocks that each gets at most.
 
     Returns:
         `[n]` blocks, `total` in all.
     """
-    assert len(preferences) * fewest <= total <= len(preferences) * most
+    assert sum(fewest) <= total <= len(preferences) * most
     finite = (x if math.isfinite(x) else 0.0 for x in preferences)
     wished = dict(enumerate(finite))
     shares, at_a_bound = _in_proportion(wished, total), dict[int, int]()
     while True:
-        low = [i for i, share in shares.items() if share < fewest]
+        low = [i for i, share in shares.items() if share < fewest[i]]
         high = [i for i, share in shares.items() if share > most]
         if not low and not high:
             break
-        lack = sum(fewest - shares[i] for i in low)
+        lack = sum(fewest[i] - shares[i] for i in low)
         excess = sum(shares[i] - most for i in high)
         # The greater first: what the others then have to share they can hold.
-        bound, those = (fewest, low) if lack >= excess else (most, high)
-        at_a_bound |= dict.fromkeys(those, bound)
+        if lack >= excess:
+            at_a_bound |= {i: fewest[i] for i in low}
+        else:
+            at_a_bound |= dict.fromkeys(high, most)
         free = {i: wish for i, wish in wished.items() if i not in at_a_bound}
         shares = _in_proportion(free, total - sum(at_a_bound.values()))
     blocks = at_a_bound | {i: math.floor(share) for i, share in shares.items()}

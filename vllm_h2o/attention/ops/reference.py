@@ -99,7 +99,8 @@ def choose(
     budget = params.budget_of(placement)
     queries = Queries(torch.arange(num_tokens), first_query, num_tokens, params.group)
     method = params.method
-    # Heads that part have no prompt to go by: nobody keeps its fields that long.
+    # Of a prompt within the budget, whose heads part later, nobody keeps these fields
+    # that long: it is chosen from by what counts while generating.
     of_prompt = {*method.prompt_fields} <= {*state}
     values = (method.prompt_value if of_prompt else method.value)(state, queries)
     chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -13,16 +13,20 @@ from vllm_h2o.policy.methods.base import (
     starts_at_zero,
 )
 from vllm_h2o.policy.methods.cake import Cake
+from vllm_h2o.policy.methods.d2o import D2O
 from vllm_h2o.policy.methods.mean import Mean
 from vllm_h2o.policy.methods.norm import Norm
 from vllm_h2o.policy.methods.sum import Sum
 
 __all__ = [
-    "METHODS", "Bounds", "Cake", "Mean", "Method", "Norm", "Queries", "State", "Sum",
-    "fused_form_of", "fused_prompt_form_of", "splits", "starts_at_zero", "summaries",
+    "D2O", "METHODS", "Bounds", "Cake", "Mean", "Method", "Norm", "Queries", "State",
+    "Sum", "fused_form_of", "fused_prompt_form_of", "splits", "starts_at_zero",
+    "summaries",
 ]  # fmt: skip
 
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Sum, Mean, Norm, Cake)}
+METHODS: dict[str, type[Method]] = {
+    cls.name: cls for cls in (Sum, Mean, Norm, Cake, D2O)
+}
 """By what `--h2o-score` calls them."""
 
 

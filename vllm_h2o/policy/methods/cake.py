@@ -22,19 +22,24 @@ class Cake(Sum):
 
     with the mean and the variance over the observed queries and the query heads of a
     KV head together, H the entropy of their attention and V the sum of the variances,
-    both over the tokens before the observed queries. Layers share blocks in the
-    proportion of P. While it generates, a token is worth the last query's attention.
+    both over the tokens before the observed queries, or over all if all queries are
+    observed. Layers share blocks in the proportion of P, and none gets more than a
+    prompt beyond the budget has. While it generates, a token is worth the last query's
+    attention, as is the token of a prompt within the budget.
 
-    Differs from the authors' code: P is of a KV head and not a mean over those of its
-    layer, so that tensor-parallel ranks need not talk; nothing is pooled while it
+    Differs from the authors' code: the variance is over the query heads of a KV head
+    too, where they take the mean of each query head's; P is of a KV head and not of its
+    layer, so that tensor-parallel ranks need not talk; half of a head's slots are
+    recent, where they keep the observed queries' 32; nothing is pooled while it
     generates, where neighbours in the cache are strangers in the text; the prompt is
-    compressed once, at its end, and not layer by layer while it is read.
+    compressed once, at its end, and not layer by layer while it is read. They tune t1
+    and t2 for each model and budget.
 
     Attributes:
         score_decay: See the base class.
         cake_gamma: Weight of the variance.
-        cake_t1: What a wide attention counts in P: the less, the larger.
-        cake_t2: What a changing attention counts in P.
+        cake_t1: 1 over the power of the entropy in P.
+        cake_t2: 1 over the power of the variance in P.
 
     Source: CAKE (Qin et al., arXiv 2503.12491), `antgroup/cakekv`.
     """
@@ -72,15 +77,19 @@ class Cake(Sum):
         self, states: Sequence[State], queries: Queries, bounds: Bounds
     ) -> list[list[int]]:
         """See the base class."""
-        by_layer = [self.preference(state, queries).tolist() for state in states]
-        shares = [
-            share_out(by_head, bounds.total, bounds.fewest, bounds.most)
-            for by_head in zip(*by_layer, strict=True)
+        logs = torch.stack([self.log_preference(state, queries) for state in states])
+        # Small t1 and t2 make powers that float32 has not: the highest is 1.
+        preferences = (logs - logs.amax(dim=0)).exp()
+        fewest = [bounds.fewest] * len(states)
+        by_head = [
+            share_out(mine, bounds.total, fewest, bounds.most)
+            for mine in preferences.T.tolist()
         ]
-        return [list(layer) for layer in zip(*shares, strict=True)]
+        return [list(layer) for layer in zip(*by_head, strict=True)]
 
-    def preference(self, state: State, queries: Queries) -> torch.Tensor:
-        """`[num_kv_heads]` P of a layer."""
-        entropy = state["entropy"][:, : queries.first].sum(dim=1)
-        variance = self.variance(state, queries)[:, : queries.first].sum(dim=1)
-        return entropy ** (1 / self.cake_t1) * variance ** (1 / self.cake_t2)
+    def log_preference(self, state: State, queries: Queries) -> torch.Tensor:
+        """`[num_kv_heads]` log P of a layer."""
+        old = slice(queries.first or queries.seen)
+        entropy = state["entropy"][:, old].sum(dim=1).clamp(min=0)
+        variance = self.variance(state, queries)[:, old].sum(dim=1).clamp(min=0)
+        return entropy.log() / self.cake_t1 + variance.log() / self.cake_t2

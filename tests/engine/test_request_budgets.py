@@ -1,4 +1,5 @@
-"""CAKE in an engine against its rule written down densely."""
+"""Budgets by request: CAKE and D2O in an engine against their rules written down
+densely."""
 
 import pytest
 import torch
@@ -13,14 +14,6 @@ pytestmark = pytest.mark.engine
 BLOCK, BUDGET_BLOCKS, LONGEST, NUM_TOKENS, WINDOW = 32, 8, 64, 12, 32
 BUDGET = BLOCK * BUDGET_BLOCKS
 COMMON = Sizes(BUDGET // 2, BUDGET // 2, BLOCK)
-VARIANT = Variant(WINDOW, 5, "sum", "token", decay=0.0, sinks=0)
-OPTIONS = {"kv_policy": "cake", "h2o_budget": BUDGET, "max_num_batched_tokens": 256}
-
-
-def worth(attention):
-    """Of a prompt token that so much attention is paid, `[query heads, queries]`."""
-    variance = attention.var() if attention.numel() > 1 else 0
-    return attention.mean() + 200 * variance
 
 
 class CakeHead(Head):
@@ -53,22 +46,53 @@ class CakeHead(Head):
         near = [value[max(i - 2, 0) : i + 3].sum() / 5 for i in range(len(value))]
         return torch.stack(near)
 
+    @staticmethod
+    def shares(heads):
+        """Of the layers' heads: what each wishes, and how many blocks at least."""
+        return [head.preference for head in heads], [1] * len(heads)
+
+
+def worth(attention):
+    """Of a prompt token that so much attention is paid, `[query heads, queries]`."""
+    variance = attention.var() if attention.numel() > 1 else 0
+    return attention.mean() + 200 * variance
+
+
+class D2OHead(Head):
+    """Sums of the attention; how unevenly they are spread is what layers differ in."""
+
+    def read_prompt(self, attention):
+        """Also what layers are compared by."""
+        sums = attention.sum(dim=(0, 1))
+        self.spread = float((sums - sums.mean()).square().mean())
+        super().read_prompt(attention)
+
+    @staticmethod
+    def shares(heads):
+        """Of the layers' heads: what each wishes, and how many blocks at least."""
+        spread = torch.tensor([head.spread for head in heads])
+        scaled = (spread - spread.min()) / (spread.max() - spread.min())
+        fewest = [1] * len(heads)
+        fewest[0] = fewest[1] = fewest[-1] = BUDGET_BLOCKS
+        wish = torch.exp(-scaled)
+        return (wish / wish.sum()).tolist(), fewest
+
 
 def blocks_of(heads, num_tokens):
-    """`[layers][KV heads]` blocks in proportion to what heads prefer, none more than a
+    """`[layers][KV heads]` blocks in proportion to what heads wish, none more than a
     prompt beyond the budget has."""
     most = -(-num_tokens // BLOCK) if num_tokens > BUDGET else LONGEST
     shares = []
     for mine in zip(*heads, strict=True):  # all layers, of a KV head
-        wish = torch.tensor([head.preference for head in mine], dtype=torch.float64)
+        wish, fewest = (torch.tensor(x).double() for x in mine[0].shares(mine))
         low, high = 0.0, 1e9 / float(wish.max())
         for _ in range(200):
             middle = (low + high) / 2
-            total = (wish * middle).clamp(1, most).sum()
+            total = (wish * middle).clamp(max=most).maximum(fewest).sum()
             low, high = (
                 (middle, high) if total < len(mine) * BUDGET_BLOCKS else (low, middle)
             )
-        exact = (wish * low).clamp(1, most)
+        exact = (wish * low).clamp(max=most).maximum(fewest)
         blocks = (exact + 1e-6).floor()
         left = int(len(mine) * BUDGET_BLOCKS - blocks.sum())
         blocks[(exact - blocks).argsort(descending=True, stable=True)[:left]] += 1
@@ -76,22 +100,31 @@ def blocks_of(heads, num_tokens):
     return [list(layer) for layer in zip(*shares, strict=True)]
 
 
-def densely(model, prompt):
+def densely(model, prompt, variant, head_class):
     """With the sizes that a first reading of the prompt gives."""
-    (read,) = generate(model, prompt, 1, [VARIANT], COMMON, head_class=CakeHead)
+    (read,) = generate(model, prompt, 1, [variant], COMMON, head_class=head_class)
     blocks = blocks_of(read.heads, len(prompt))
     assert len({n for layer in blocks for n in layer}) > 4
     own = [[own_sizes(n, BLOCK) for n in layer] for layer in blocks]
     return generate(
-        model, prompt, NUM_TOKENS, [VARIANT], COMMON, own, head_class=CakeHead
+        model, prompt, NUM_TOKENS, [variant], COMMON, own, head_class=head_class
     )[0]
 
 
-def test_engine_equals_reference():
-    """Prompts beyond the budget and one that fills it later, each with its own split;
-    the second time they hit the prefix cache."""
+@pytest.mark.parametrize(
+    ("policy", "variant", "head_class"),
+    [
+        ("cake", Variant(WINDOW, 5, "sum", "token", decay=0.0, sinks=0), CakeHead),
+        ("d2o", Variant(None, 1, "sum", "token", sinks=4, merge=True), D2OHead),
+    ],
+    ids=["cake", "d2o"],
+)
+def test_engine_equals_reference(policy, variant, head_class):
+    """In chunks, of prompts beyond the budget and of one that fills it later, side by
+    side, each with its own split; the second time they hit the prefix cache."""
     model, prompts = DenseLlama(ensure_model()), prompts_of(700, 400, 250)
-    expected = [densely(model, prompt) for prompt in prompts]
-    with engine(**OPTIONS, enable_prefix_caching=True) as llm:
+    expected = [densely(model, prompt, variant, head_class) for prompt in prompts]
+    options = {"h2o_budget": BUDGET, "max_num_batched_tokens": 256}
+    with engine(kv_policy=policy, enable_prefix_caching=True, **options) as llm:
         assert_equal_densely(llm, prompts, expected)
         assert_equal_densely(llm, prompts, expected)
