@@ -14,7 +14,12 @@ from benchmarks.pictures import FOLDER, HEIGHT, WIDTH, color_of, name_ends
 
 OURS, BEST_PEERS = ("h2o", "h2o uniform"), 3
 """Lines of the pictures; all others are in the tables."""
-SYSTEM_LABELS = {"vllm_h2o": "", "kvpress": "kvpress ", "shared_blocks": "shared "}
+SYSTEM_LABELS = {
+    "vllm_h2o": "",
+    "kvpress": "kvpress ",
+    "shared_blocks": "shared ",
+    "torch": "authors' ",
+}
 
 
 def draw(csv_path: Path, folder: Path = FOLDER) -> list[Path]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.utils.math_utils import cdiv
 
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
@@ -148,7 +147,7 @@ class RequestPlacements:
         config, layout = self.config, self.layout
         # More than the prompt no head has to keep, unless all of it fits the budget:
         # then it is what is generated that heads will have to choose from.
-        of_prompt, most = cdiv(queries.seen, layout.block_size), self.table.most_blocks
+        of_prompt, most = -(-queries.seen // layout.block_size), self.table.most_blocks
         bounds = Bounds(
             len(states) * layout.budget_blocks,
             SlotLayout.fewest_blocks(config, layout.block_size),
