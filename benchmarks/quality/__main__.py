@@ -58,16 +58,18 @@ Variant = tuple[str, str, dict[str, Any]]
 H2O: Variant = ("h2o", "h2o", {})
 UNIFORM: Variant = ("h2o uniform", "h2o", {"head_budgets": "uniform"})
 OURS = [H2O, UNIFORM, ("h2o-paper", "h2o-paper", {}), ("streaming", "streaming", {})]
+CAKE: Variant = ("cake", "cake", {})
 READS_OR_MERGES: list[Variant] = [
     ("mpcache", "mpcache", {}),
     ("h2o read=20%", "h2o", {"read": "20%"}),
     ("d2o", "d2o", {}),
+    ("d2o uniform", "d2o", {"head_budgets": "uniform"}),
     ("h2o merge=value", "h2o", {"merge": "value"}),
 ]
 OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
-    ("cake", "cake", {}),
+    CAKE,
     *READS_OR_MERGES,
     ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
 ]
@@ -202,8 +204,10 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in args.budgets or OTHER_BUDGETS:
-        yield from _ours([H2O, UNIFORM, *READS_OR_MERGES], fraction, work)
+        yield from _ours([H2O, UNIFORM, CAKE, *READS_OR_MERGES], fraction, work)
         yield from _peers(PRESSES, fraction, work)
+        budget = tokens_of(fraction, work["context_tokens"])
+        yield Cell(TORCH, "cake", budget_tokens=budget, **work)
 
 
 def _retrievals(full: bool, base: dict) -> Iterator[Cell]:

@@ -175,8 +175,10 @@ def test_a_prompt_that_only_scores_leaves_nothing_to_stock():
 def test_a_plan_arrives_as_it_was_sent(rows):
     plan = plan_of(rows)
     plan.stats["transitions"] = 1
+    plan.restarted.append("session")
     received = pickle.loads(pickle.dumps(plan))
     assert received.rows == rows and received.stats == plan.stats
+    assert received.restarted == ["session"]
 
 
 def test_rows_of_a_plan_in_any_order():

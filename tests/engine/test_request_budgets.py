@@ -3,9 +3,17 @@ densely."""
 
 import pytest
 import torch
+from vllm.v1.request import Request
 
 from benchmarks.smollm2 import ensure_model
-from tests.engine.helpers import assert_equal_densely, engine, prompts_of
+from tests.engine.helpers import (
+    assert_equal_densely,
+    assert_pool_whole,
+    engine,
+    greedy,
+    prompts_of,
+    scheduler,
+)
 from tests.engine.test_reference import own_sizes
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
 
@@ -128,3 +136,32 @@ def test_engine_equals_reference(policy, variant, head_class):
     with engine(kv_policy=policy, enable_prefix_caching=True, **options) as llm:
         assert_equal_densely(llm, prompts, expected)
         assert_equal_densely(llm, prompts, expected)
+
+
+def test_a_session_gives_its_split_back_when_its_next_turn_waits():
+    """There is room for the split of one request, and another one comes between."""
+    prompts = prompts_of(300, 40, 310)
+    options = {"h2o_budget": 128, "max_num_seqs": 1}
+    with engine(kv_policy="cake", **options) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+
+        def add(name, prompt, resumable):
+            parameters = greedy(4)
+            parameters.update_from_generation_config({}, eos_token_id=2)
+            core.scheduler.add_request(
+                Request(name, prompt, parameters, None, resumable=resumable)
+            )
+
+        add("session", prompts[0], True)
+        core.step()
+        add("session", prompts[1], True)
+        add("other", prompts[2], False)
+        requests = dict(core.scheduler.requests)
+        while not requests["other"].is_finished():
+            core.step()
+        assert requests["other"].num_output_tokens == 4
+        scheduler(llm).finish_requests(
+            "session", requests["session"].status.FINISHED_ABORTED
+        )
+        core.step()
+        assert_pool_whole(llm)

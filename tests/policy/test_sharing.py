@@ -31,6 +31,20 @@ def test_some_get_more_at_least():
 
 
 @given(
+    st.lists(st.tuples(st.floats(0.0, 1e6), st.integers(1, 9)), min_size=1, max_size=8),
+    st.integers(0, 40),
+    st.floats(0.0, 1.0),
+)
+def test_everybody_gets_his_own_least(wishes, more, full):
+    preferences, fewest = zip(*wishes, strict=True)
+    most = max(fewest) + more
+    total = sum(fewest) + round(full * (len(fewest) * most - sum(fewest)))
+    blocks = share_out(preferences, total, fewest, most)
+    assert sum(blocks) == total
+    assert all(low <= n <= most for low, n in zip(fewest, blocks, strict=True))
+
+
+@given(
     st.lists(st.floats(0.0, 1e6), min_size=1, max_size=8),
     st.integers(1, 4),
     st.integers(0, 40),

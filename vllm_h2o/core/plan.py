@@ -11,7 +11,7 @@ import numpy as np
 class RowPlan(NamedTuple):
     """One scheduled request in one step; all counts in tokens.
 
-    The step's plan alone determines the state: nothing is remembered.
+    The step's plan alone says where a request is: no earlier step is remembered.
 
     Attributes:
         num_computed_tokens: Tokens computed before this step.

@@ -11,7 +11,9 @@ from vllm_h2o.policy.config import REQUEST, UNIFORM, H2OConfig
 from vllm_h2o.policy.methods import METHODS
 from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice
 
-_OF_HEAVY_SET = ("observation_window", "pooling", "score", "score_decay", "read")
+_OF_HEAVY_SET = (
+    "observation_window", "pooling", "score", "score_decay", "cake_gamma", "read"
+)  # fmt: skip
 _OF_SPLIT = ("cake_t1", "cake_t2")
 _SUMS = H2OConfig(recent_ratio=0.5, score="sum", head_budgets=UNIFORM)
 

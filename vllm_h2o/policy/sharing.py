@@ -16,7 +16,8 @@ def share_out(
     equal ones to the first.
 
     Args:
-        preferences: `[n]`, none negative; what is not finite counts as 0.
+        preferences: `[n]`, none negative, with a finite sum; what is not finite counts
+            as 0.
         total: Blocks to split, `sum(fewest) <= total <= n * most`.
         fewest: `[n]` blocks that each gets at least.
         most: Blocks that each gets at most.

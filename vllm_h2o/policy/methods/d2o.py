@@ -20,8 +20,9 @@ class D2O(Sum):
                       layers to 0 .. 1
         share[l, g] = softmax over the layers of -F[l, g]
 
-    The first two layers and the last never get less than the average. The other half of
-    D2O, what becomes of the values that are dropped, is `vllm_h2o.policy.merging`.
+    The first two layers that evict and the last never get less than the average: of
+    three all get the same. The other half of D2O, what becomes of the values that are
+    dropped, is `vllm_h2o.policy.merging`.
 
     Differs from the authors' code: F is scaled over layers and not over the heads of a
     layer, whose mean they take, so that tensor-parallel ranks need not talk; they keep
