@@ -14,14 +14,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.quality.reading import (
-    ForcedRecord,
-    answer_greedily,
-    force,
-    stop_token_ids,
-)
+from benchmarks.quality.reading import ForcedRecord, LlamaRunner
 
 ATTENTION = "cake"
 WINDOW, POOLING, GAMMA = 32, 5, 200.0
@@ -173,15 +168,16 @@ class CakeReader:
         return logits
 
 
-class CakeRunner:
-    """CAKE on one llama in float32, from a folder for `from_pretrained`."""
+class CakeRunner(LlamaRunner):
+    """CAKE; a KV head holds the budget on average."""
 
     def __init__(self, model_folder: Path) -> None:
-        AttentionInterface.register(ATTENTION, attend)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_folder, dtype=torch.float32, attn_implementation=ATTENTION
-        ).eval()
-        self.stops = stop_token_ids(self.model.generation_config)
+        def reader_of(
+            model: PreTrainedModel, policy: str, budget_tokens: int
+        ) -> CakeReader:
+            return CakeReader(model, budget_tokens)
+
+        super().__init__(model_folder, ATTENTION, attend, reader_of)
 
     def forced(
         self,
@@ -191,35 +187,12 @@ class CakeRunner:
         budget_tokens: int,
         references: list[Path] | None,
     ) -> list[ForcedRecord]:
-        """Read each prompt, then be forced through its continuation, one by one.
-
-        A KV head holds `budget_tokens` on average. Args are those of
-        `PeerRunner.forced`.
-        """
+        """See the base class; one by one, since texts differ in what layers hold."""
         paths = [[path] for path in references] if references else [None] * len(prompts)
         return [
             record
             for prompt, tokens, path in zip(prompts, continuations, paths, strict=True)
-            for record in force(
-                CakeReader(self.model, budget_tokens), [prompt], [tokens], path
+            for record in super(CakeRunner, self).forced(
+                policy, [prompt], [tokens], budget_tokens, path
             )
         ]
-
-    def answer(
-        self,
-        policy: str,
-        context: list[int],
-        question: list[int],
-        max_tokens: int,
-        budget_tokens: int,
-        question_known: bool,
-    ) -> list[int]:
-        """The greedy answer; args are those of `PeerRunner.answer`."""
-        return answer_greedily(
-            CakeReader(self.model, budget_tokens),
-            context,
-            question,
-            max_tokens,
-            question_known,
-            self.stops,
-        )

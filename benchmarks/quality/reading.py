@@ -7,13 +7,19 @@ that it evicts while it goes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 
 class Reader(Protocol):
@@ -191,3 +197,62 @@ def answer_greedily(
         if len(answer) < max_tokens:
             logits = reader.read(torch.tensor([[token]]))
     return answer
+
+
+class LlamaRunner:
+    """A llama in float32 with an attention of ours, read by a fresh reader each time.
+
+    Args:
+        model_folder: As `from_pretrained` takes it.
+        attention: What transformers is to call the attention.
+        attend: It, after transformers' attention interface.
+        reader_of: Makes a `Reader` of the model, the policy and the budget in tokens.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        attention: str,
+        attend: Callable[..., Any],
+        reader_of: Callable[[PreTrainedModel, Any, int], Reader],
+    ) -> None:
+        AttentionInterface.register(attention, attend)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_folder, dtype=torch.float32, attn_implementation=attention
+        ).eval()
+        self.reader_of = reader_of
+        self.stops = stop_token_ids(self.model.generation_config)
+
+    def forced(
+        self,
+        policy: Any,
+        prompts: list[list[int]],
+        continuations: list[list[int]],
+        budget_tokens: int,
+        references: list[Path] | None,
+    ) -> list[ForcedRecord]:
+        """Read each prompt, then be forced through its continuation, as one batch.
+
+        Args are those of `PeerRunner.forced`.
+        """
+        reader = self.reader_of(self.model, policy, budget_tokens)
+        return force(reader, prompts, continuations, references)
+
+    def answer(
+        self,
+        policy: Any,
+        context: list[int],
+        question: list[int],
+        max_tokens: int,
+        budget_tokens: int,
+        question_known: bool,
+    ) -> list[int]:
+        """The greedy answer; args are those of `PeerRunner.answer`."""
+        return answer_greedily(
+            self.reader_of(self.model, policy, budget_tokens),
+            context,
+            question,
+            max_tokens,
+            question_known,
+            self.stops,
+        )

@@ -17,14 +17,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.quality.reading import (
-    ForcedRecord,
-    answer_greedily,
-    force,
-    stop_token_ids,
-)
+from benchmarks.quality.reading import LlamaRunner
 
 ATTENTION = "shared_blocks"
 SHARED_BY = ("head", "layer", "model")
@@ -243,47 +238,14 @@ class BlockReader:
         return logits
 
 
-class SharedBlocks:
-    """Block policies on one llama in float32, from a folder for `from_pretrained`."""
+class SharedBlocks(LlamaRunner):
+    """Block policies; a KV head never holds more than the budget, the newest token
+    included."""
 
     def __init__(self, model_folder: Path) -> None:
-        AttentionInterface.register(ATTENTION, attend)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_folder, dtype=torch.float32, attn_implementation=ATTENTION
-        ).eval()
-        self.stops = stop_token_ids(self.model.generation_config)
+        def reader_of(
+            model: PreTrainedModel, policy: BlockPolicy, budget_tokens: int
+        ) -> BlockReader:
+            return BlockReader(model, BlockStore(policy, budget_tokens))
 
-    def forced(
-        self,
-        policy: BlockPolicy,
-        prompts: list[list[int]],
-        continuations: list[list[int]],
-        budget_tokens: int,
-        references: list[Path] | None,
-    ) -> list[ForcedRecord]:
-        """Read each prompt, then be forced through its continuation, as one batch.
-
-        A KV head never holds more than `budget_tokens`, the newest included. Args
-        are those of `PeerRunner.forced`.
-        """
-        reader = BlockReader(self.model, BlockStore(policy, budget_tokens))
-        return force(reader, prompts, continuations, references)
-
-    def answer(
-        self,
-        policy: BlockPolicy,
-        context: list[int],
-        question: list[int],
-        max_tokens: int,
-        budget_tokens: int,
-        question_known: bool,
-    ) -> list[int]:
-        """The greedy answer; args are those of `PeerRunner.answer`."""
-        return answer_greedily(
-            BlockReader(self.model, BlockStore(policy, budget_tokens)),
-            context,
-            question,
-            max_tokens,
-            question_known,
-            self.stops,
-        )
+        super().__init__(model_folder, ATTENTION, attend, reader_of)

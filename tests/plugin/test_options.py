@@ -281,15 +281,16 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
 
 
 @pytest.mark.parametrize(
-    ("preset", "complaint"),
+    ("preset", "options", "complaint"),
     [
-        ("mpcache", "h2o_read='20%'.*on CUDA.*'100%'"),
-        ("d2o", "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
-        ("cake", "h2o_score='cake'.*on CUDA.*mean, sum"),
+        ("mpcache", {}, "h2o_read='20%'.*on CUDA.*'100%'"),
+        ("h2o", {"merge": "value"}, "h2o_merge='value'.*on CUDA.*'none'"),
+        ("d2o", {}, "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
+        ("cake", {}, "h2o_score='cake'.*on CUDA.*mean, sum"),
     ],
 )
-def test_an_option_without_a_kernel_is_refused(preset, complaint):
-    config = PRESETS[preset]
+def test_an_option_without_a_kernel_is_refused(preset, options, complaint):
+    config = replace(PRESETS[preset], **options)
     with pytest.raises(ValueError, match=complaint):
         check_kernels(config, triton.FORMS, triton.OPTIONS, "CUDA")
     check_kernels(config, cpu.FORMS, cpu.OPTIONS, "CPU")
