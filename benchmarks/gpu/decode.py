@@ -83,7 +83,7 @@ def resident(
     table = torch.randperm(num_blocks, device=device).int() + 1
     scratch = DecodeScratch.allocate(
         sizes.num_rows, sizes.num_heads, sizes.num_kv_heads, sizes.head_size,
-        params[0].largest_budget, device, tuning,
+        sizes.budget, params[0].largest_budget, device, tuning,
     )  # fmt: skip
     placements = None
     if by_head:

@@ -7,12 +7,14 @@ With another triton than the installed one, such as 3.6 of the GPU benchmark:
 
 The interpreter runs what the compiler refuses (a loop variable that changes its
 type, say), so both are needed. Prints a JSON object: shared memory in bytes by
-kernel, and how often each was compiled for layers, batches and prompts that differ
-only in their sizes.
+kernel, how often each was compiled for layers, batches and prompts that differ
+only in their sizes, and how many loads of 2 bytes at a time are left in the attention
+over bfloat16 K and V.
 """
 
 import dataclasses
 import json
+import re
 import sys
 
 import torch
@@ -112,8 +114,8 @@ def launch_decodes():
         key = torch.empty(num_rows, 2, 128, dtype=torch.bfloat16)
         table = torch.empty(num_rows, layout.budget_blocks, dtype=torch.int32)
         scratch = DecodeScratch.allocate(
-            num_rows, 8, 2, 128, params.largest_budget, query.device,
-            Tuning(num_splits=num_splits),
+            num_rows, 8, 2, 128, params.layout.budget, params.largest_budget,
+            query.device, Tuning(num_splits=num_splits),
         )  # fmt: skip
         zeros = torch.zeros(num_rows, dtype=torch.long)
         rows = ResidentRows(table, zeros, zeros, scratch, zeros.int())
@@ -145,6 +147,11 @@ if __name__ == "__main__":
     compiled = compile_only(int(sys.argv[1]))
     launch_all(torch.bfloat16, 128, 4, 16, softcap=0.0, kind="tokens")
     launch_all(torch.bfloat16, 128, 4, 16, softcap=0.0, kind="by head")
+    short_loads = [
+        len(re.findall(r"ld\.global\.b16", kernel.asm["ptx"]))
+        for name, kernel in compiled
+        if name == "attend_kernel"
+    ]
     launch_all(torch.float32, 80, 1, 48, softcap=30.0, kind="blocks")
     shared = {}
     for name, kernel in compiled:
@@ -156,4 +163,5 @@ if __name__ == "__main__":
     for name, kernel in compiled:
         variants[name].add(kernel.hash)
     counts = {name: len(hashes) for name, hashes in variants.items()}
-    print(json.dumps({"shared_bytes": shared, "variants": counts}))
+    found = {"shared_bytes": shared, "variants": counts, "short_loads": short_loads}
+    print(json.dumps(found))

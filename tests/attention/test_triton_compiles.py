@@ -25,3 +25,5 @@ def test_kernels_compile(capability):
     # Layers of other budgets, other batches and prompts do not wait for a compiler.
     # What merges splits is compiled for 1, 2, 4 .. of them; these have 1, 3 and 16.
     assert found["variants"] == dict.fromkeys(shared_bytes, 1) | {"combine_kernel": 3}
+    # The new token's; K and V come 16 bytes at a time, by head too.
+    assert found["short_loads"] == [2, 2]

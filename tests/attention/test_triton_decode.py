@@ -312,3 +312,14 @@ def test_imports_without(imported, missing):
     """The GPU benchmark has no vLLM, a CPU install no triton."""
     code = f"import sys; sys.modules[{missing!r}] = None; import {imported}"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_rich_head_has_more_splits_and_no_longer_ones(monkeypatch):
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    device, rows_by_heads = torch.device("cpu"), 32 * 8
+    splits = [
+        launch._num_splits(launch.Tuning(), rows_by_heads, 2048, largest, device)
+        for largest in (2048, 4096, 9216, 2**20)
+    ]
+    # What merges them has all in its registers: there are 64 at most.
+    assert splits == [3, 6, 14, 64]

@@ -79,8 +79,8 @@ def check(layer, positions, dtype=torch.float32, head_size=64, size=16, group=3,
         )
         if op is decode_resident:
             scratch = DecodeScratch.allocate(
-                len(positions), 2 * group, 2, head_size, params.largest_budget,
-                DEVICE, Tuning(3, 16),
+                len(positions), 2 * group, 2, head_size, params.layout.budget,
+                params.largest_budget, DEVICE, Tuning(3, 16),
             )  # fmt: skip
             on_device = replace(on_device, scratch=scratch)
         op(query, key, value, own[layer], on_device, params, output)

@@ -118,7 +118,7 @@ class Step:
         num_rows, num_heads, head_size = self.query.shape
         scratch = DecodeScratch.allocate(
             num_rows, num_heads, self.key.shape[1], head_size,
-            self.params.largest_budget,
+            self.params.layout.budget, self.params.largest_budget,
             DEVICE, Tuning(num_splits, tile_slots),
         )  # fmt: skip
         for tensor in (scratch.logits, scratch.outputs, scratch.maxima, scratch.sums):

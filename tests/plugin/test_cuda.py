@@ -184,7 +184,7 @@ def test_scratch_is_reserved(config, on_cuda, monkeypatch):
     monkeypatch.setattr(Cuda, "device_type", "cpu")
     monkeypatch.setattr(heads, "profile_path", lambda *args: None)
     config.scheduler_config.max_num_seqs = 7
-    scratch = DecodeScratch.allocate(7, 9, 3, 64, 256, torch.device("cpu"))
+    scratch = DecodeScratch.allocate(7, 9, 3, 64, 256, 256, torch.device("cpu"))
     parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
     assert gpu_worker.scratch_bytes(config) == sum(part.nbytes for part in parts)
 
@@ -192,10 +192,11 @@ def test_scratch_is_reserved(config, on_cuda, monkeypatch):
 def test_scratch_grows_with_the_richest_head(config, monkeypatch):
     config.cache_config.block_size = 32
     monkeypatch.setattr(heads, "profile_path", lambda *args: None)
-    assert heads.largest_budget(config) == 256
+    assert heads.budgets(config) == (256, 256)
     profile = Path("tests/models/smollm2/h2o_heads.json")
     monkeypatch.setattr(heads, "profile_path", lambda *args: profile)
-    assert 256 < heads.largest_budget(config) <= 1024
+    budget, largest = heads.budgets(config)
+    assert budget == 256 < largest <= 1024
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
-from vllm_h2o.attention.heads import largest_budget
+from vllm_h2o.attention.heads import budgets
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.ops.triton import DecodeScratch, check_supported
 from vllm_h2o.attention.pages import Pages
@@ -74,7 +74,7 @@ class _CUDABuilder(H2OMetadataBuilder):
                 self.num_heads_q,
                 self.spec.num_kv_heads,
                 self.spec.head_size,
-                largest_budget(vllm_config),
+                *budgets(vllm_config),
                 self.device,
             )
         return scratch

@@ -49,8 +49,8 @@ def profile_of(vllm_config: VllmConfig) -> HeadProfile | None:
     return HeadProfile.load(path) if path else _MEASURED.get(id(vllm_config))
 
 
-def largest_budget(vllm_config: VllmConfig) -> int:
-    """Most slots that any KV head gets."""
+def budgets(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Slots of a KV head: on average, and of the richest."""
     config = h2o_config(vllm_config)
     assert config is not None
     block_size = vllm_config.cache_config.block_size
@@ -58,10 +58,10 @@ def largest_budget(vllm_config: VllmConfig) -> int:
     layout = SlotLayout.from_config(config, block_size, max_model_len)
     profile = profile_of(vllm_config)
     if profile is None:
-        return layout.budget
+        return layout.budget, layout.budget
     longest = cdiv(max_model_len, block_size)
     blocks = _blocks(profile, config, layout, longest)
-    return max(layout.budget, block_size * max(map(max, blocks)))
+    return layout.budget, max(layout.budget, block_size * max(map(max, blocks)))
 
 
 def placement_of(

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_h2o.attention.heads import largest_budget
+from vllm_h2o.attention.heads import budgets
 from vllm_h2o.plugin.worker import H2OWorker
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class H2OGPUWorker(H2OWorker, Worker):
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
         logger.info_once("H2O reads prompts with %s", stock.name)
         logger.warning_once(
-            "H2O on CUDA has not been run on a GPU by its authors: its kernels and "
-            "its wiring are tested on CPU only. Compare its answers with "
+            "H2O's authors have run its kernels on a GPU, but no whole engine with "
+            "them: its wiring is tested on CPU only. Compare its answers with "
             "--kv-policy full before you rely on them"
         )
         return f"vllm_h2o.attention.cuda_backend.{BACKENDS[stock]}"
@@ -109,6 +109,6 @@ def scratch_bytes(vllm_config: VllmConfig) -> int:
         model.get_num_attention_heads(parallel),
         model.get_num_kv_heads(parallel),
         model.get_head_size(),
-        largest_budget(vllm_config),
+        *budgets(vllm_config),
         current_platform.device_type,
     )

@@ -96,7 +96,8 @@ class DecodeParams:
             `sizes`: `[rows, 2]` int32 budget and heavy slots;
             `columns`: `[rows, most blocks]` int32 resident block of each page;
             `kv_offsets`, `state_offsets`: of the same shape, int64, from our pages
-            to the lender's in elements of K and V, and in 4-byte words.
+            to the lender's in elements of K and V, and in 4-byte words, all
+            multiples of 16.
         """
         own = self.placements
         if own is None:
@@ -106,7 +107,7 @@ class DecodeParams:
             table.flatten(0, 1) for table in (own.sizes, own.columns, own.offsets)
         )
         item = pages.keys.element_size()
-        assert not (offsets % 4).any(), "caches of layers are not aligned to words"
+        assert not (offsets % (16 * 4)).any(), "caches of layers start anywhere"
         tables = (sizes.int(), columns, offsets // item, offsets // 4)
         return tuple(table.to(pages.keys.device) for table in tables)
 

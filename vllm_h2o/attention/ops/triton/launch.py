@@ -26,7 +26,7 @@ OPTIONS: frozenset[str] = frozenset()
 """What they have beside, see those of `vllm_h2o.attention.ops.cpu`."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_GROUP = 16
-_TILE_BYTES = 16 * 1024
+_TILE_BYTES = 8 * 1024
 """Of K, and of V, per loop step."""
 _PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 64
@@ -86,15 +86,21 @@ class DecodeScratch:
         num_kv_heads: int,
         head_size: int,
         budget: int,
+        largest_budget: int,
         device: torch.device,
         tuning: Tuning | None = None,
     ) -> DecodeScratch:
-        """Scratch for batches of up to `max_rows` rows of at most `budget` slots."""
+        """Scratch for batches of up to `max_rows` rows.
+
+        KV heads have `budget` slots on average, none more than `largest_budget`.
+        """
         tuning = tuning or Tuning()
-        partials = _partials(max_rows, num_heads, num_kv_heads, budget, device, tuning)
+        partials = _partials(
+            max_rows, num_heads, num_kv_heads, budget, largest_budget, device, tuning
+        )
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
         return cls(
-            logits=floats(max_rows * num_heads * budget),
+            logits=floats(max_rows * num_heads * largest_budget),
             outputs=floats(partials * head_size),
             maxima=floats(partials),
             sums=floats(partials),
@@ -112,14 +118,15 @@ class DecodeScratch:
         num_kv_heads: int,
         head_size: int,
         budget: int,
+        largest_budget: int,
         device_type: str,
     ) -> int:
         """Bytes that `allocate` takes with the default tuning."""
         device = torch.device(device_type)
         partials = _partials(
-            max_rows, num_heads, num_kv_heads, budget, device, Tuning()
+            max_rows, num_heads, num_kv_heads, budget, largest_budget, device, Tuning()
         )
-        words = max_rows * (num_heads * budget + 2 * num_kv_heads)
+        words = max_rows * (num_heads * largest_budget + 2 * num_kv_heads)
         return 4 * (words + partials * (head_size + 2))
 
 
@@ -128,12 +135,13 @@ def _partials(
     num_heads: int,
     num_kv_heads: int,
     budget: int,
+    largest_budget: int,
     device: torch.device,
     tuning: Tuning,
 ) -> int:
     """Most partial outputs of a batch of up to `max_rows` rows."""
     return num_heads * max(
-        rows * _num_splits(tuning, rows * num_kv_heads, budget, device)
+        rows * _num_splits(tuning, rows * num_kv_heads, budget, largest_budget, device)
         for rows in range(1, max_rows + 1)
     )
 
@@ -175,8 +183,8 @@ def decode_resident(
     scratch = rows.scratch
     if scratch is None:
         scratch = DecodeScratch.allocate(
-            num_rows, num_heads, num_kv_heads, head_size, params.largest_budget,
-            query.device,
+            num_rows, num_heads, num_kv_heads, head_size, params.layout.budget,
+            params.largest_budget, query.device,
         )  # fmt: skip
     shapes = _shapes(query, num_kv_heads, params, scratch, scored)
     shared = {
@@ -283,7 +291,9 @@ def _shapes(
     num_rows, num_heads, head_size = query.shape
     layout, budget = params.layout, params.largest_budget
     tile = _tile_slots(scratch.tuning, query)
-    splits = _num_splits(scratch.tuning, num_rows * num_kv_heads, budget, query.device)
+    splits = _num_splits(
+        scratch.tuning, num_rows * num_kv_heads, layout.budget, budget, query.device
+    )
     split_slots = triton.cdiv(triton.cdiv(budget, splits), tile) * tile
     splits = triton.cdiv(budget, split_slots)
     group = num_heads // num_kv_heads
@@ -315,12 +325,23 @@ def _tile_slots(tuning: Tuning, query: torch.Tensor) -> int:
     return min(max(_TILE_BYTES // row_bytes, 16), 128)
 
 
-def _num_splits(tuning: Tuning, items: int, budget: int, device: torch.device) -> int:
-    """Splits for a batch of `items` rows times KV heads."""
+def _num_splits(
+    tuning: Tuning,
+    items: int,
+    budget: int,
+    largest_budget: int,
+    device: torch.device,
+) -> int:
+    """Splits of the richest head, for a batch of `items` rows times KV heads.
+
+    They are as long as those that cut a head of average budget into as many as fill
+    the device: a rich head has more of them, not longer ones that all others wait for.
+    """
     if tuning.num_splits is not None:
         return tuning.num_splits
     wanted = triton.cdiv(_PROGRAMS_PER_SM * num_sms(device), items)
-    return max(1, min(wanted, budget // 128, _MAX_SPLITS))
+    of_average = max(1, min(wanted, budget // 128))
+    return min(triton.cdiv(of_average * largest_budget, budget), _MAX_SPLITS)
 
 
 @functools.cache

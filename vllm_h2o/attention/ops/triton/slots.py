@@ -66,7 +66,9 @@ def page_offsets(places, slots, mask, head, strides, BLOCK_SIZE: tl.constexpr):
     block = tl.load(table + column, mask=mask, other=0).to(tl.int64)
     offsets = block * strides[0] + head * strides[1] + (slots % BLOCK_SIZE) * strides[2]
     if lent is not None:
-        offsets += tl.load(lent + page, mask=mask, other=0)
+        # They are multiples of 16 elements (`DecodeParams.head_tables`): said here, or
+        # the compiler would read K and V element by element.
+        offsets += tl.load(lent + page, mask=mask, other=0) // 16 * 16
     return offsets
 
 
