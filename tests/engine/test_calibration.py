@@ -9,6 +9,7 @@ import torch
 import vllm.logger
 from safetensors.torch import load_file, save_file
 
+from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import engine, generate, outcome
 from tests.engine.tiny_models import (
     random_prompts,
@@ -16,6 +17,7 @@ from tests.engine.tiny_models import (
     save_llama,
     save_reading_llama,
 )
+from tests.reference import gate_by_transformers
 from tests.reference.heads_by_transformers import measure
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.plugin import calibration, head_profiles
@@ -91,6 +93,50 @@ def test_curves_are_those_of_transformers_and_heads_get_budgets_by_them(tmp_path
     found, wanted = (torch.tensor(p.errors) for p in (profile, expected))
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-7)
     assert len({len(head) for layer in survivors for head in layer}) > 1
+
+
+def test_the_gate_is_that_of_transformers(llama, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    # A model of random weights can not be told much of.
+    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", float("-inf"))
+    with engine(llama, **OPTIONS) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+        texts = seeded_texts(llm.llm_engine.model_config, MAX_MODEL_LEN)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        llama, dtype=torch.float32, attn_implementation="eager"
+    )
+    by_text = [gate_by_transformers.examples(theirs, ids) for ids in texts]
+    found, r2 = torch.tensor(profile.gate_weights()), []
+    assert found.shape == (4, 4, 2 * 32 + 4)
+    for layer in range(4):
+        for head in range(4):
+            parts = [text[layer][head] for text in by_text]
+            expected = gate_by_transformers.weights(parts).float()
+            torch.testing.assert_close(
+                found[layer, head], expected, rtol=0.02, atol=2e-4
+            )
+            *others, last = parts
+            weight = gate_by_transformers.weights(others)
+            r2.append(gate_by_transformers.explained(weight, last))
+    assert profile.gate["explained"] == pytest.approx(sum(r2) / len(r2), abs=1e-3)
+
+
+def test_a_real_model_gets_a_gate_and_one_of_random_weights_none(
+    llama, logged, monkeypatch
+):
+    """It says why. Of attention without a pattern a fifth is told by a token's age."""
+    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", 0.5)
+    with engine(llama, **OPTIONS) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+    assert profile.gate is None
+    (said,) = [text for level, text in logged() if "has no gate" in text]
+    assert "of use from 0.5" in said
+    options = OPTIONS | {"skip_tokenizer_init": False, "max_model_len": 512}
+    with engine(ensure_model(), **options) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+    assert profile.gate_weights().shape == (30, 3, 2 * 64 + 4)
+    assert profile.gate["explained"] > 0.5
 
 
 def test_a_model_with_a_tokenizer_reads_texts(tmp_path, cache):

@@ -1,13 +1,15 @@
 """Who gets how many blocks, and where they are."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_h2o.policy.placement import lend
-from vllm_h2o.policy.profile import HeadProfile, allocate
+from vllm_h2o.policy.profile import HeadProfile, allocate, gate_in_json
 
 GRID = [64, 128, 256, 512, 1024]
 
@@ -120,6 +122,10 @@ def test_curves_that_end_at_the_whole_context_stay_as_they_are():
         ({"errors": [[[1.0, -2.0]]]}, "not negative"),
         ({"context_tokens": 100}, "context_tokens is 100"),
         ({"more": 1}, "more"),
+        ({"gate": {}}, "the gate has"),
+        ({"gate": {"explained": 0.5, "features": 2, "weights": "AAAA"}}, "size"),
+        ({"gate": gate_in_json([[[float("nan")]]], 0.5)}, "finite"),
+        ({"gate": gate_in_json([[[]]], 0.5)}, "finite"),
     ],
 )
 def test_bad_profiles_are_named(tmp_path, change, part):
@@ -136,3 +142,9 @@ def test_a_profile_survives_its_file(tmp_path):
     original = profile([falling(1.0)], [falling(0.1)])
     original.save(tmp_path / "profile.json")
     assert HeadProfile.load(tmp_path / "profile.json") == original
+    gate = np.arange(6, dtype=np.float32).reshape(2, 1, 3)
+    original = replace(original, gate=gate_in_json(gate, 0.5))
+    original.save(tmp_path / "profile.json")
+    loaded = HeadProfile.load(tmp_path / "profile.json")
+    assert loaded == original and np.array_equal(loaded.gate_weights(), gate)
+    assert loaded.stretched(4096, 64).gate == original.gate

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from vllm_h2o.policy.errors import OBSERVED, head_errors
+from vllm_h2o.policy.errors import OBSERVED, STRIDE, head_errors
+from vllm_h2o.policy.gate import Examples, Rotation, examples_of, paid_later
 
 _FUSED_HEAD_SIZE = 256
 """Above it, with a mask or with a soft cap torch has no attention on CUDA that does not
@@ -30,10 +31,15 @@ class Reading:
     Attributes:
         errors: By layer name `[num_kv_heads, len(grid)]` float32: this rank's errors,
             relative as `vllm_h2o.policy.errors` says, mean over the observed queries.
+        examples: By layer name what the gate learns of this rank's heads.
+        rotations: By layer name what rotated the keys; None: no module of vLLM's.
     """
 
     def __init__(
-        self, projections: Mapping[str, RowParallelLinear | None], grid: Sequence[int]
+        self,
+        projections: Mapping[str, RowParallelLinear | None],
+        grid: Sequence[int],
+        rotations: Mapping[str, Rotation | None] | None = None,
     ) -> None:
         """Measure the layers that `projections` names.
 
@@ -42,11 +48,17 @@ class Reading:
                 projection; None where it is not known: changes are then measured
                 before it, and over the norm of the layer's own output.
             grid: Budgets in tokens.
+            rotations: Of these layers, how they rotate their keys (None: not at all);
+                without it there is nothing for the gate to learn.
         """
+        self._known = rotations
         self._projections, self._grid = projections, grid
         self._changes: dict[str, torch.Tensor] = {}
         self._projected: dict[str, torch.Tensor] = {}
+        self._rotation: Rotation | None = None
         self.errors: dict[str, torch.Tensor] = {}
+        self.examples: dict[str, Examples] = {}
+        self.rotations: dict[str, Rotation | None] = {}
 
     def attend(
         self,
@@ -66,6 +78,7 @@ class Reading:
             output: `[n, num_heads, head_size_v]`, is filled.
         """
         impl, name = layer.impl, layer.layer_name
+        self.rotations[name], self._rotation = self._rotation, None
         softcap = float(impl.logits_soft_cap or 0.0)
         window = layer.sliding_window
         if window is not None and window >= len(query):
@@ -76,21 +89,36 @@ class Reading:
             _attend(query, key, value, output, impl.scale)
         if name in self._projections:
             gram = _gram(self._projections[name], key.shape[1], output)
+            paid: list[list[torch.Tensor]] = []
+            learns = self._known is not None
             self._changes[name] = head_errors(
                 query.float(), key.float(), value.float(), gram, impl.scale, softcap,
                 self._grid,
+                (lambda scored: paid.append(paid_later(scored, STRIDE)))
+                if learns else None,
             )  # fmt: skip
+            if self._known is not None:
+                known = self._known[name]
+                plain = key if known is None else known.undone(key)
+                self.examples[name] = examples_of(plain, value, paid).cpu()
             if self._projections[name] is None:
                 self._note(name, output.flatten(1))
         return output
+
+    def before_rotation(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Remember how the keys are rotated that the next attention gets.
+
+        A hook of torch's modules, as are the next three.
+        """
+        self._rotation = Rotation.of(module)
 
     def after_projection(
         self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any
     ) -> None:
         """Remember what the output projection of the attention `name` returned.
 
-        This and the next two are hooks of torch's modules, behind the name. What is
-        added to it in place, before a norm takes it in, does not change the memory.
+        The name comes before what torch gives. What is added to it in place, before a
+        norm takes it in, does not change the memory.
         """
         whole = output[0] if isinstance(output, tuple) else output
         self._projected[name] = _last(whole).clone()

@@ -22,6 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -35,7 +36,8 @@ from vllm_h2o.attention.reading import (
 )
 from vllm_h2o.plugin.texts import calibration_texts
 from vllm_h2o.policy.errors import OBSERVED, grid_of
-from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.gate import LEAST_EXPLAINED, Examples, Lessons, Rotation
+from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,6 +47,8 @@ logger = init_logger(f"vllm.{__name__}")
 FEWEST_TOKENS = 4 * OBSERVED
 """Of a text."""
 NUM_SEEDED_TEXTS = 4
+MOST_BYTES = 2**30
+"""Of the host's memory for what the gate is learned from."""
 ANSWERED_TOKENS, ANSWERS = 64, 512
 """Ids that a model answers to, and how many numbers of its answers are compared."""
 
@@ -88,6 +92,9 @@ class LoadedModel:
     def _listening(self, model: nn.Module, reading: Reading) -> Iterator[None]:
         """Tell the reading what passes through the decoder layers."""
         with ExitStack() as hooks:
+            for rotary in set(_ROPE_DICT.values()):
+                hook = rotary.register_forward_pre_hook(reading.before_rotation)
+                hooks.callback(hook.remove)
             for name, layer in self.layers.items():
                 decoder = decoder_layer(model, layer)
                 tell = functools.partial(reading.after_layer, name)
@@ -139,10 +146,14 @@ def measure(
             what was measured is of no use.
     """
     start, per_text, length = time.perf_counter(), [], len(texts[0])
+    lessons, rotations = Lessons(), _rotations_to_learn_by(model)
     first = get_tensor_model_parallel_rank() == 0
     num_kv_heads = model.vllm_config.model_config.get_total_num_kv_heads()
     for ids in tqdm(texts, desc="H2O reads", unit="text", disable=not first):
-        per_text.append(_of_all_ranks(_errors(model, ids), num_kv_heads))
+        errors, examples = _read(model, ids, rotations)
+        per_text.append(_of_all_ranks(errors, num_kv_heads))
+        if rotations is not None:
+            lessons.add(examples)
         spent = time.perf_counter() - start
         if of_first_rank(spent + spent / len(per_text) > seconds):
             break
@@ -154,7 +165,30 @@ def measure(
         for layer in errors.tolist()
     ]
     source = f"{len(per_text)} texts of {length} {kind}, read by an engine"
-    return HeadProfile(grid_of(length), rounded, source, length)
+    gate = _learned(lessons, num_kv_heads) if rotations is not None else None
+    return HeadProfile(grid_of(length), rounded, source, length, gate)
+
+
+def _learned(lessons: Lessons, num_kv_heads: int) -> dict[str, Any] | None:
+    """The gate, for the profile; None, with a warning: it is of no use."""
+    result = lessons.result()
+    if result is None:
+        logger.warning_once("H2O has no gate: that takes two texts, and one was read")
+        return None
+    weights, explained = (_of_all_ranks(x, num_kv_heads) for x in result)
+    r2 = float(explained.mean())
+    if not weights.isfinite().all() or not LEAST_EXPLAINED <= r2 <= 1:
+        logger.warning_once(
+            "H2O has no gate: it would explain %.2f of the variance of what tokens of "
+            "another text get, and is of use from %.1f",
+            r2, LEAST_EXPLAINED,
+        )  # fmt: skip
+        return None
+    logger.info_once(
+        "H2O's gate explains %.2f of the variance of what tokens of another text get",
+        r2,
+    )
+    return gate_in_json(weights, r2)
 
 
 def answers(model: LoadedModel) -> list[float]:
@@ -169,6 +203,38 @@ def answers(model: LoadedModel) -> list[float]:
     chosen = torch.linspace(0, numbers.numel() - 1, ANSWERS).long()
     unit = nn.functional.normalize(numbers[chosen], dim=0)
     return [float(f"{x:.4g}") for x in unit.tolist()]
+
+
+def rotations_of(model: LoadedModel) -> dict[str, Rotation | None]:
+    """How the layers rotate their keys, by name; None: not at all.
+
+    Seen in a pass of the model, since neither its config nor what modules it has says
+    which of them it uses in which layer.
+    """
+    reading = Reading({}, ())
+    (ids, *_) = seeded_texts(model.vllm_config.model_config, ANSWERED_TOKENS)
+    model.read(reading, ids)
+    text = model.vllm_config.model_config.hf_text_config
+    has_rope = any(getattr(text, x, None) for x in ("rope_parameters", "rope_theta"))
+    if has_rope and not any(reading.rotations.values()):
+        # Rotated by something else than vLLM's modules.
+        return dict.fromkeys(reading.rotations, Rotation(None))
+    return reading.rotations
+
+
+def _rotations_to_learn_by(model: LoadedModel) -> dict[str, Rotation | None] | None:
+    """None, and said: what the gate would be learned from takes too much memory."""
+    layers = model.layers.values()
+    sizes = [
+        layer.impl.num_kv_heads * (layer.head_size + layer.head_size_v + 4) ** 2
+        for layer in layers
+    ]
+    if (held := 3 * 4 * sum(sizes)) > MOST_BYTES:
+        logger.info_once(
+            "H2O has no gate: to learn it would take %d MiB", held // 1024**2
+        )
+        return None
+    return rotations_of(model)
 
 
 def longest_step(vllm_config: VllmConfig) -> tuple[str, int]:
@@ -241,25 +307,30 @@ def of_first_rank(mine: Any) -> Any:
     return mine if group.world_size == 1 else group.broadcast_object(mine, src=0)
 
 
-def _errors(model: LoadedModel, ids: list[int]) -> torch.Tensor:
-    """`[layers, num_kv_heads of this rank, grid]` float32 errors on one text."""
+def _read(
+    model: LoadedModel, ids: list[int], rotations: Mapping[str, Rotation | None] | None
+) -> tuple[torch.Tensor, list[Examples]]:
+    """Of one text `[layers, num_kv_heads of this rank, grid]` float32 errors, and by
+    layer what the gate learns of it."""
     modules = model.runner.get_model()
     names = sorted(model.layers, key=extract_layer_index)
     projections = {
         name: output_projection(modules, model.layers[name]) for name in names
     }
-    reading = Reading(projections, grid_of(len(ids)))
+    reading = Reading(projections, grid_of(len(ids)), rotations)
     model.read(reading, ids)
     if missing := set(names) - set(reading.errors):
         raise ValueError(f"its layer {min(missing)} has not attended")
-    return torch.stack([reading.errors[name] for name in names])
+    errors = torch.stack([reading.errors[name] for name in names])
+    return errors, [reading.examples[name] for name in names if rotations is not None]
 
 
-def _of_all_ranks(errors: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """`[layers, num_kv_heads, grid]` on the CPU, from this rank's part.
+def _of_all_ranks(mine: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """`[layers, num_kv_heads, ..]` on the CPU, from this rank's part.
 
     With fewer heads than ranks, neighbouring ranks have the same head and queries of
     their own: the mean counts.
     """
-    joined = get_tp_group().all_gather(errors.contiguous(), dim=1).cpu()
+    group = get_tp_group()
+    joined = group.all_gather(mine.to(group.device).contiguous(), dim=1).cpu()
     return joined.unflatten(1, (num_kv_heads, -1)).mean(dim=2)

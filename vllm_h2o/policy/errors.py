@@ -18,7 +18,7 @@ heads' outputs, over the squared norm of these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -46,6 +46,7 @@ def head_errors(
     scale: float,
     softcap: float,
     grid: Sequence[int],
+    note: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """The errors of every KV head of one layer on one text.
 
@@ -58,6 +59,8 @@ def head_errors(
         scale: Of the softmax.
         softcap: Of the logits, 0.0 for none.
         grid: Budgets in tokens.
+        note: Is told the attention of the queries 0, `STRIDE`, .. before the observed
+            ones, `[group, queries, n]`, for one KV head after the other.
 
     Returns:
         `[num_kv_heads, len(grid), OBSERVED]` float32.
@@ -68,6 +71,8 @@ def head_errors(
     for head in range(key.shape[1]):
         own = query[:, head * group : (head + 1) * group]
         scored, observed = _probabilities(own, key[:, head], scale, softcap)
+        if note is not None:
+            note(scored)
         full = observed @ value[:, head]
         for kept in _kept(scored, grid):
             part = observed[..., kept]

@@ -8,10 +8,12 @@ most. The total stays what the scheduler counts.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +42,15 @@ class HeadProfile:
         measured_on: What it was measured on, for people.
         context_tokens: Tokens of the texts; 0: the grid ends at 80 % of them, as
             in files that do not say.
+        gate: What `gate_in_json` made of the model's gate (`vllm_h2o.policy.gate`);
+            None: it has none.
     """
 
     grid_tokens: list[int]
     errors: list[list[list[float]]]
     measured_on: str = ""
     context_tokens: int = 0
+    gate: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         grid = self.grid_tokens
@@ -66,6 +71,24 @@ class HeadProfile:
                 f"context_tokens is {self.context_tokens}: it must not be below the "
                 f"last of grid_tokens, {grid[-1]}"
             )
+        if self.gate is not None:
+            self.gate_weights()
+
+    def gate_weights(self) -> npt.NDArray[np.float32]:
+        """`[num_layers, num_kv_heads, F]` weights of the gate.
+
+        Raises:
+            ValueError: There is none, or it is damaged.
+        """
+        gate = self.gate or {}
+        if {*gate} != {"explained", "features", "weights"}:
+            raise ValueError(f"the gate has {sorted(gate)}: measure it again")
+        raw = base64.b64decode(gate["weights"], validate=True)
+        shape = self.num_layers, self.num_kv_heads, gate["features"]
+        weights = np.frombuffer(raw, "<f4").reshape(shape)
+        if not weights.size or not np.isfinite(weights).all():
+            raise ValueError("weights of the gate must be finite numbers")
+        return weights
 
     @property
     def num_layers(self) -> int:
@@ -99,7 +122,7 @@ class HeadProfile:
         if grid[-1] < whole:
             grid.append(whole)
             errors = [[[*curve, 0.0] for curve in layer] for layer in errors]
-        return HeadProfile(grid, errors, self.measured_on, whole)
+        return HeadProfile(grid, errors, self.measured_on, whole, self.gate)
 
     @classmethod
     def load(cls, path: Path) -> HeadProfile:
@@ -121,6 +144,21 @@ class HeadProfile:
     def save(self, path: Path) -> None:
         """Write it as JSON."""
         path.write_text(json.dumps(asdict(self)) + "\n")
+
+
+def gate_in_json(weights: npt.ArrayLike, explained: float) -> dict[str, Any]:
+    """A gate for `HeadProfile.gate`.
+
+    Args:
+        weights: `[num_layers, num_kv_heads, F]`.
+        explained: R^2 on a text that it did not learn from.
+    """
+    array = np.asarray(weights, "<f4")
+    return {
+        "explained": round(explained, 4),
+        "features": array.shape[-1],
+        "weights": base64.b64encode(array.tobytes()).decode(),
+    }
 
 
 def allocate(
