@@ -75,7 +75,7 @@ def cells_of(preset):
     """A preset's row; what only scores need is left out where there are none."""
     recent = {0.0: "one block", 1.0: "all but the sinks"}
     of_scores = (
-        preset.observation_window, preset.pooling, preset.score,
+        preset.prompt_score, preset.observation_window, preset.pooling, preset.score,
         f"{preset.score_decay:g}",
     )  # fmt: skip
     return [

@@ -19,11 +19,13 @@ from vllm.config import set_current_vllm_config
 from tests.attention.cuda_meta import DECODES, DEVICE, PROMPT, build, make_builder
 from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.cuda_backend import H2OTritonAttentionImpl
+from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops.triton import decode
 from vllm_h2o.attention.placements import PlacementTable
 from vllm_h2o.attention.prompt import observe_prompt
 from vllm_h2o.core.plan import RowPlan
+from vllm_h2o.policy.gate import Rotation
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.placement import Placement
 
@@ -156,19 +158,26 @@ def test_decode_beside_prompts(engine, layers, launched):
     assert launched == DECODE * len(layers)
 
 
-def test_transition(engine, layers, launched):
+@pytest.mark.parametrize("gate", [None, "by the gate"])
+def test_transition(engine, layers, launched, gate):
     builder, _ = engine
     metadata, _ = build(builder, PROMPT, guard=no_waiting)
     (prompt,) = metadata.observed
     query = tokens(prompt.tokens.stop, 9)[prompt.tokens]
+    if gate:
+        weights = torch.empty(3, 2 * 64 + 4, device=DEVICE)
+        gate = LayerGate(weights, Rotation(torch.empty(1024, 64, device=DEVICE)), 3)
+    # What never changes is on the device by now.
+    params = [replace(layer.impl._params, gate=gate) for layer in layers]
+    assert all(p.head_tables is None or p.head_tables for p in params)
     with no_waiting():
-        for layer in layers:
+        for layer, own in zip(layers, params, strict=True):
             impl = layer.impl
             observe_prompt(
-                query, impl._pages, prompt, layer.layer_name, impl.h2o, impl._params,
+                query, impl._pages, prompt, layer.layer_name, impl.h2o, own,
                 torch.empty_like(query),
             )  # fmt: skip
-    expected = ["lse_kernel", "observe_kernel", *TRANSITION]
+    expected = [*TRANSITION] if gate else ["lse_kernel", "observe_kernel", *TRANSITION]
     assert launched == expected * len(layers)
     assert not prompt.later and not prompt.layers, "on a device all is done at once"
 

@@ -36,12 +36,12 @@ HEADS = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 
 
 @functools.cache
-def config_of(window: int | str, budget: int, chunk: int) -> Any:
+def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -> Any:
     """An engine config with H2O on."""
     return EngineArgs(
         str(SMOLLM2),
         skip_tokenizer_init=True,
-        kv_policy="h2o",
+        kv_policy=policy,
         h2o_budget=budget,
         h2o_observation_window=window,
         block_size=BLOCK_SIZE,
@@ -75,8 +75,9 @@ class Driver:
         budget: int = 64,
         chunk: int = 48,
         hybrid: bool = False,
+        policy: str = "h2o",
     ) -> None:
-        config = config_of(window, budget, chunk)
+        config = config_of(window, budget, chunk, policy)
         config.cache_config.num_gpu_blocks = num_blocks
         groups = [KVCacheGroupSpec(["full"], spec_of(config))]
         if hybrid:
@@ -91,7 +92,7 @@ class Driver:
         )
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        self.window, self.budget = window, budget
+        self.window, self.budget, self.gated = window, budget, policy == "gate"
         self.in_flight: deque[Any] = deque()
         self.names = (f"r{i}" for i in itertools.count())
         self.token = itertools.count(1000)
@@ -206,8 +207,8 @@ class Driver:
             request = self.scheduler.requests[name]
             if name in admitted:
                 assert row.prefill_end == request.num_tokens
-                # What the cache gave leaves the observation window to compute,
-                # where the budget can bind, and else the last token.
+                # What the cache gave leaves the observation window to compute, where
+                # the budget can bind and no gate stands for it; else the last token.
                 most = request.num_prompt_tokens + request.max_tokens
                 window = row.prefill_end if self.window == "all" else int(self.window)
                 first_query = max(0, row.prefill_end - window)
@@ -216,7 +217,9 @@ class Driver:
                 if min(most, MAX_MODEL_LEN) <= max(self.budget, end + 1):
                     first_query = max(self.budget, end)
                 assert row.first_query == first_query
-                limit = min(row.first_query, row.prefill_end - 1)
+                limit = row.prefill_end - 1
+                if not self.gated:
+                    limit = min(row.first_query, limit)
                 assert row.num_computed_tokens <= limit
                 self.transitions[name] = 0
             end = row.num_computed_tokens + row.num_scheduled_tokens

@@ -23,6 +23,7 @@ class Lives(RuleBasedStateMachine):
     max_in_flight = 1
     hybrid = False
     window: int | str = 20
+    policy = "h2o"
 
     @initialize(
         budget=st.sampled_from([32, 64, 96]), chunk=st.sampled_from([17, 48, 200])
@@ -34,6 +35,7 @@ class Lives(RuleBasedStateMachine):
             budget,
             chunk,
             self.hybrid,
+            self.policy,
         )
         self.alive: list[str] = []
 
@@ -106,7 +108,15 @@ class AllQueriesLives(Lives):
     window = "all"
 
 
-@pytest.mark.parametrize("machine", [Lives, AsyncLives, HybridLives, AllQueriesLives])
+class GatedLives(Lives):
+    """No prompt query scores, and every hit is taken."""
+
+    policy = "gate"
+
+
+@pytest.mark.parametrize(
+    "machine", [Lives, AsyncLives, HybridLives, AllQueriesLives, GatedLives]
+)
 def test_pool_adds_up(machine):
     case = machine.TestCase()
     # As many examples as the profile says: tests/conftest.py.
@@ -152,6 +162,21 @@ def test_prefix_hits_leave_the_window(window, expected):
     name = driver.add(prompt, 2)
     row = driver.schedule().h2o_plan.rows[name]
     assert row.num_computed_tokens == expected
+
+
+@pytest.mark.parametrize("window", [16, "all"])
+@pytest.mark.parametrize("prompt, expected", [(161, 160), (160, 144)])
+def test_prefix_hits_are_stocks_where_no_query_scores(window, prompt, expected):
+    """All but the last token, which gives the first of the answer."""
+    driver = Driver(64, window, chunk=200, policy="gate")
+    tokens = list(range(100, 100 + prompt))
+    for computed in (0, expected, expected):
+        name = driver.add(tokens, 40)
+        row = driver.schedule().h2o_plan.rows[name]
+        assert row.num_computed_tokens == computed
+        driver.drain()
+    assert driver.scheduler.h2o_stats.transitions == 3
+    driver.assert_pool_whole()
 
 
 @pytest.mark.parametrize("window", [20, "all"])

@@ -180,6 +180,29 @@ def test_auto_measures_once(llama, measured, cache, tmp_path, monkeypatch):
     assert file.exists()
 
 
+def test_a_gate_is_measured_where_the_cache_has_none(llama, cache, monkeypatch):
+    """And where there is none to be had, the engine says so and does not start."""
+    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", 0.99)
+    assert errors_of(llama, **AUTO).numel()
+    (file,) = cache.iterdir()
+    assert json.loads(file.read_text())["profile"]["gate"] is None
+    gated = OPTIONS | AUTO | {"kv_policy": "gate"}
+    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", float("-inf"))
+    with engine(llama, **gated) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+    assert profile.gate is not None
+    assert json.loads(file.read_text())["profile"]["gate"] == profile.gate
+    file.unlink()
+    for options, why in (
+        ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens is 256"),
+        ({}, "the head profile in force has no gate"),
+    ):
+        monkeypatch.setattr(calibration, "LEAST_EXPLAINED", 0.99)
+        said = f"h2o_prompt_score.*{why}.*'attention'"
+        with pytest.raises(ValueError, match=said), engine(llama, **(gated | options)):
+            pass
+
+
 def test_auto_measures_the_layers_of_a_hybrid_that_have_no_window(tmp_path, cache):
     assert errors_of(save_hybrid(tmp_path), **AUTO).shape[:2] == (2, 4)
     assert len(list(cache.iterdir())) == 1

@@ -159,6 +159,8 @@ def test_preempted_requests_finish_and_leak_nothing(tiny):
         pytest.param({"h2o_read": "50%"}, marks=pytest.mark.slow),
         pytest.param({"h2o_merge": "value"}, marks=pytest.mark.slow),
         {"kv_policy": "cake"},
+        {"kv_policy": "d2o"},
+        {"kv_policy": "gate", "h2o_head_budgets": "measure"},
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.helpers import assert_pool_whole, engine, greedy
 from tests.engine.tiny_models import random_prompts, save_llama
-from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
 
@@ -56,13 +56,17 @@ def joined(ranks):
 
 def save_profile(model, num_kv_heads):
     """Falls that differ by layer and head; of 4 heads, both ranks have rich and poor
-    ones."""
+    ones. And a gate of random weights."""
     curves = [
         [[s, s / 9, s / 90] for s in torch.logspace(-3, 0, 4).roll(i).tolist()]
         for i in range(4)
     ]
     curves = [layer[:num_kv_heads] for layer in curves]
-    profile = HeadProfile([64, 128, 512], curves, context_tokens=MAX_MODEL_LEN)
+    weights = torch.randn(4, 4, 2 * 32 + 4, generator=torch.Generator().manual_seed(0))
+    gate = gate_in_json(0.1 * weights[:, :num_kv_heads], 0.5)
+    profile = HeadProfile(
+        [64, 128, 512], curves, context_tokens=MAX_MODEL_LEN, gate=gate
+    )
     profile.save(model / FILE_NAME)
 
 
@@ -71,6 +75,7 @@ def save_profile(model, num_kv_heads):
     [
         ("uniform", {}),
         ("by head", {}),
+        ("by head", {"policy": "gate"}),
         ("by request", {"policy": "cake", "h2o_cake_t2": 0.05}),
         # Of whose layers three never get less than the average.
         ("by request", {"policy": "d2o", "num_layers": 7}),

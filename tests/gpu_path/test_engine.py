@@ -10,10 +10,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.engine.tiny_models import _COMMON, _save
 from tests.gpu_path.engine import LENGTHS, result_of
-from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
 
@@ -31,10 +32,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
-    """Head 0 of layer 1 and head 1 of layer 0 want more than their share."""
+    """Head 0 of layer 1 and head 1 of layer 0 want more than their share; the gate has
+    random weights."""
     poor, rich = [1e-3, 9e-4, 8e-4], [1.0, 1e-2, 1e-5]
     file = tmp_path_factory.mktemp("profile") / "heads.json"
-    HeadProfile([64, 128, 192], [[poor, rich], [rich, poor]]).save(file)
+    errors = [[poor, rich], [rich, poor]]
+    weights = torch.randn(2, 2, 2 * 32 + 4, generator=torch.Generator().manual_seed(0))
+    gate = gate_in_json(0.1 * weights, 0.5)
+    HeadProfile([64, 128, 192], errors, gate=gate).save(file)
     return file
 
 
@@ -61,17 +66,19 @@ CHUNKS = ({}, {"max_num_batched_tokens": 160, "long_prefill_token_threshold": 32
 
 
 CASES = [
-    ("v1", 1, True),
-    ("v2 graphs", 1, False),
-    pytest.param("v2", 0, True, marks=pytest.mark.slow),
-    pytest.param("v2", 1, False, marks=pytest.mark.slow),
-    pytest.param("v2 graphs", 1, True, marks=pytest.mark.slow),
+    ("v1", 1, True, "attention"),
+    ("v2", 1, True, "gate"),
+    ("v2 graphs", 1, False, "attention"),
+    pytest.param("v2", 0, True, "attention", marks=pytest.mark.slow),
+    pytest.param("v2", 1, False, "attention", marks=pytest.mark.slow),
+    pytest.param("v2 graphs", 1, True, "attention", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("path", "chunks", "by_head"), CASES)
-def test_equals_the_cpu_path(run, profile, path, chunks, by_head):
+@pytest.mark.parametrize(("path", "chunks", "by_head", "prompt_score"), CASES)
+def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     policy = POLICY | {"head_budgets": str(profile) if by_head else "uniform"}
+    policy["prompt_score"] = prompt_score
     expected = run("cpu", policy, **CHUNKS[chunks])
     actual = run(path, policy, **CHUNKS[chunks])
     assert actual["tokens"] == expected["tokens"]

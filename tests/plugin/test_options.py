@@ -146,6 +146,22 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
             ["h2o_cake_t1=2.0", "h2o_head_budgets='auto'", "'request'"],
         ),
         (
+            {"kv_policy": "gate", "h2o_head_budgets": "uniform"},
+            ["h2o_prompt_score='gate'", "h2o_head_budgets='auto'", "'uniform'"],
+        ),
+        (
+            {"kv_policy": "gate", "h2o_eviction_unit": "block"},
+            ["h2o_prompt_score='gate'", "h2o_eviction_unit='token'", "'attention'"],
+        ),
+        (
+            {"kv_policy": "gate", "h2o_score": "sum"},
+            ["h2o_prompt_score='gate'", "h2o_score='mean'", "'sum'", "'attention'"],
+        ),
+        (
+            {"kv_policy": "cake", "h2o_cake_gamma": 1.0, "h2o_prompt_score": "gate"},
+            ["h2o_prompt_score='gate'", "h2o_score='mean'", "'cake'"],
+        ),
+        (
             {"kv_policy": "h2o", "h2o_cake_gamma": 100},
             ["h2o_cake_gamma=100", "h2o_score='mean'", "drop one"],
         ),
@@ -673,7 +689,8 @@ def test_command_line():
     line = (
         f"--model {MODEL} --kv-policy h2o --h2o-budget 20% --h2o-recent-ratio 0.25 "
         "--h2o-sinks 3 --h2o-observation-window all --h2o-pooling 1 --h2o-score sum "
-        "--h2o-score-decay 0.9 --h2o-read 50% --h2o-merge none "
+        "--h2o-prompt-score attention --h2o-score-decay 0.9 --h2o-read 50% "
+        "--h2o-merge none "
         "--h2o-eviction-unit block "
         "--h2o-head-budgets uniform"
     )
@@ -685,6 +702,8 @@ def test_command_line():
     line = f"--model {MODEL} --kv-policy cake --h2o-cake-gamma 100 --h2o-cake-t1 2"
     expected = replace(PRESETS["cake"], cake_gamma=100.0, cake_t1=2.0, cake_t2=0.5)
     assert config_of(line + " --h2o-cake-t2 0.5") == expected
+    line = f"--model {MODEL} --kv-policy h2o --h2o-prompt-score gate"
+    assert config_of(line) == H2OConfig(prompt_score="gate")
     for option, on in (("", False), ("--no-enable-h2o", False), ("--enable-h2o", True)):
         args = parser().parse_args(f"--model {MODEL} {option}".split())
         assert bool(translate(AsyncEngineArgs.from_cli_args(args))) == on

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops import (
     DecodeParams,
@@ -75,6 +76,7 @@ class H2OImpl(_Stock):
         assert config is not None, "only H2O's worker registers this"
         self.h2o = config
         self.placements: LayerPlacements | None = None
+        self.gate: LayerGate | None = None
         self._bound: tuple[Any, ...] = ()
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
@@ -191,6 +193,7 @@ class H2OImpl(_Stock):
             read=share_of(self.h2o.read),
             merge=self.h2o.merges,
             group=self.num_heads // self.num_kv_heads,
+            gate=self.gate,
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.

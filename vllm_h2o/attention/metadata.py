@@ -359,7 +359,8 @@ class H2OMetadataBuilder(_Stock):
 
     def _attends(self, common: CommonAttentionMetadata, row: RowPlan) -> bool:
         """Whether our kernel, which is causal, attends in this step of a prompt."""
-        return self.attends_observed and row.mostly_scores and common.causal is True
+        scores = row.mostly_scores and not self.spec.h2o.gated
+        return self.attends_observed and scores and common.causal is True
 
     def _observed(
         self, common: CommonAttentionMetadata, rows: ResidencyPlan, prompts: list[int]
@@ -371,7 +372,8 @@ class H2OMetadataBuilder(_Stock):
         for i in prompts:
             row = rows.row(i)
             end = row.num_computed_tokens + row.num_scheduled_tokens
-            if not row.num_scoring and not row.is_transition:
+            scores = row.num_scoring and not self.spec.h2o.gated
+            if not scores and not row.is_transition:
                 continue
             table = common.block_table_tensor[i]
             resident = None

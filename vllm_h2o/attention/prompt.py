@@ -46,6 +46,9 @@ def observe_prompt(
             written if the stock kernel has not done so.
     """
     plan = prompt.plan
+    if params.gate is not None:
+        _read_the_gate(pages, prompt, config, params)
+        return
     first_scoring = max(plan.num_computed_tokens, plan.first_query)
     state = prompt.partial.pop(layer_name, None)
     new = plan.num_computed_tokens
@@ -67,7 +70,22 @@ def observe_prompt(
     if prompt.resident_blocks is None:
         prompt.partial[layer_name] = state
         return
-    prompt.layers.append(ScoredLayer(pages, state, params))
+    _compress_when_due(prompt, ScoredLayer(pages, state, params), config)
+
+
+def _read_the_gate(
+    pages: Pages, prompt: ObservedPrompt, config: H2OConfig, params: DecodeParams
+) -> None:
+    """The transition of a prompt that no query has scored."""
+    shape, device = (pages.keys.shape[1], prompt.plan.prefill_end), pages.keys.device
+    state = {name: torch.zeros(shape, device=device) for name in pages.state}
+    _compress_when_due(prompt, ScoredLayer(pages, state, params), config)
+
+
+def _compress_when_due(
+    prompt: ObservedPrompt, layer: ScoredLayer, config: H2OConfig
+) -> None:
+    prompt.layers.append(layer)
     if prompt.dense_blocks.is_cpu:
         if len(prompt.layers) == 1:
             prompt.later.append(functools.partial(compress_prompt, prompt, config))
@@ -83,6 +101,12 @@ def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
         config: The policy.
     """
     assert prompt.resident_blocks is not None
+    for layer in prompt.layers:
+        if (gate := layer.params.gate) is not None:
+            gate.fill(
+                layer.state["score"], layer.pages, prompt.dense_blocks,
+                prompt.plan.first_query,
+            )  # fmt: skip
     transition(
         prompt.layers,
         prompt.dense_blocks,

@@ -88,7 +88,8 @@ class H2OManager(FullAttentionManager):
             first_query = first_observer(self.policy, prefill_end)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
-        self._lookup.must_run = first_query
+        # What the gate expects of a token, no query has to tell.
+        self._lookup.must_run = prefill_end if self.policy.gated else first_query
 
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""
@@ -108,7 +109,7 @@ class H2OManager(FullAttentionManager):
 
     def replay_boundary(self, request_id: str) -> int:
         """Tokens from which a repeat of the prompt can resume; 0: where stock's can."""
-        if self.is_kept_whole(request_id):
+        if self.is_kept_whole(request_id) or self.policy.gated:
             return 0
         return self._first_query[request_id] // self.block_size * self.block_size
 

@@ -36,7 +36,13 @@ from vllm_h2o.attention.reading import (
 )
 from vllm_h2o.plugin.texts import calibration_texts
 from vllm_h2o.policy.errors import OBSERVED, grid_of
-from vllm_h2o.policy.gate import LEAST_EXPLAINED, Examples, Lessons, Rotation
+from vllm_h2o.policy.gate import (
+    LEAST_EXPLAINED,
+    Examples,
+    Lessons,
+    Rotation,
+    num_features,
+)
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 if TYPE_CHECKING:
@@ -226,7 +232,7 @@ def _rotations_to_learn_by(model: LoadedModel) -> dict[str, Rotation | None] | N
     """None, and said: what the gate would be learned from takes too much memory."""
     layers = model.layers.values()
     sizes = [
-        layer.impl.num_kv_heads * (layer.head_size + layer.head_size_v + 4) ** 2
+        layer.impl.num_kv_heads * num_features(layer.head_size, layer.head_size_v) ** 2
         for layer in layers
     ]
     if (held := 3 * 4 * sum(sizes)) > MOST_BYTES:

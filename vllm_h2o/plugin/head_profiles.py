@@ -134,6 +134,9 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
     """What the cache has, unless longer texts can be read now."""
     mine = answers(model)
     found = _found(model, mine)
+    config = h2o_config(model.vllm_config)
+    if found and found.gate is None and config is not None and config.gated:
+        found = None
     asked = _asked_tokens(model.vllm_config)
     if found and found.context_tokens >= asked:
         return found

@@ -19,15 +19,22 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
+from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.heads import placement_of, profile_of, profile_path, remember
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import PlacementTable, RequestPlacements
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
+from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
-from vllm_h2o.plugin.calibration import LoadedModel, measure, texts_to_read
-from vllm_h2o.plugin.head_profiles import profile_at_startup
+from vllm_h2o.plugin.calibration import (
+    LoadedModel,
+    measure,
+    rotations_of,
+    texts_to_read,
+)
+from vllm_h2o.plugin.head_profiles import profile_at_startup, why_not_measured
 from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.validate import (
     check_kernel_block_size,
@@ -36,6 +43,7 @@ from vllm_h2o.plugin.validate import (
     check_vllm_config,
 )
 from vllm_h2o.policy.config import REQUEST
+from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
@@ -99,9 +107,15 @@ class H2OWorker(_Stock):
         with set_current_vllm_config(self.vllm_config):
             return super().get_kv_cache_spec()
 
+    def shutdown(self) -> None:
+        """Let go of the KV cache, which the placements of requests point into."""
+        self._step.own = None
+        super().shutdown()
+
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache; before it is there, heads may be measured."""
         self._find_profile()
+        self._give_gates()
         return super().determine_available_memory()
 
     def _loaded_model(self) -> LoadedModel:
@@ -122,6 +136,49 @@ class H2OWorker(_Stock):
                 "H2O has the profile of the heads, after %.1f s: %s",
                 time.perf_counter() - start, self._profile.measured_on,
             )  # fmt: skip
+
+    def _give_gates(self) -> None:
+        """Give each layer that evicts its part of the gate, if prompts go by it."""
+        config, profile = h2o_config(self.vllm_config), profile_of(self.vllm_config)
+        assert config is not None
+        if not config.gated:
+            return
+        if profile is None or profile.gate is None:
+            why = profile is None and why_not_measured(self.vllm_config, config)
+            raise ValueError(
+                "h2o_prompt_score (--h2o-prompt-score) is 'gate', but there is none: "
+                f"{why or 'the head profile in force has no gate'}; use "
+                "h2o_head_budgets='measure', or h2o_prompt_score='attention'"
+            )
+        model = self._loaded_model()
+        rotations = rotations_of(model)
+        names = sorted(model.layers, key=extract_layer_index)
+        check_profile(profile, profile.measured_on, self.vllm_config, len(names))
+        all_weights = torch.from_numpy(profile.gate_weights().copy())
+        for name, weights in zip(names, all_weights, strict=True):
+            impl = model.layers[name].impl
+            needed = num_features(impl.head_size, impl.head_size)
+            if weights.shape[1] != needed:
+                raise ValueError(
+                    "h2o_head_budgets (--h2o-head-budgets): the gate of the profile "
+                    f"in force has {weights.shape[1]} weights for a head, this model "
+                    f"needs {needed}: use h2o_head_budgets='measure'"
+                )
+            own = weights[self._own_kv_heads(impl.num_kv_heads)]
+            group = impl.num_heads // impl.num_kv_heads
+            device = self.model_runner.device
+            impl.gate = LayerGate(own.to(device), rotations[name], group)
+
+    def _own_kv_heads(self, count: int) -> slice:
+        """This rank's of the model's KV heads.
+
+        With fewer heads than ranks, neighbouring ranks have the same head.
+        """
+        parallel = self.vllm_config.parallel_config
+        total = self.vllm_config.model_config.get_total_num_kv_heads()
+        first = parallel.rank % parallel.tensor_parallel_size * total
+        first //= parallel.tensor_parallel_size
+        return slice(first, first + count)
 
     def h2o_profile(self) -> HeadProfile | None:
         """The head profile in force; called by RPC."""
@@ -221,18 +278,12 @@ class H2OWorker(_Stock):
         source: Path | str,
     ) -> PlacementTable:
         """A table of the one placement that all requests have."""
-        count = builder.spec.num_kv_heads
-        # With fewer heads than ranks, neighbouring ranks have the same head.
-        parallel = self.vllm_config.parallel_config
-        total = self.vllm_config.model_config.get_total_num_kv_heads()
-        first = parallel.rank % parallel.tensor_parallel_size * total
-        first //= parallel.tensor_parallel_size
         placement = placement_of(
             profile,
             builder.spec.h2o,
             builder.layout,
             builder.spec.dense_columns,
-            slice(first, first + count),
+            self._own_kv_heads(builder.spec.num_kv_heads),
         )
         budgets = placement.budgets
         logger.info_once(

@@ -24,6 +24,7 @@ UNIFORM, AUTO, MEASURE, REQUEST = "uniform", "auto", "measure", "request"
 
 _UNITS = ("token", "block")
 _MERGES = ("none", "value")
+_PROMPT_SCORES = ("attention", "gate")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class H2OConfig:
         pooling: Width (odd) of the max-pool over neighbouring prompt positions
             when the prompt is compressed; 1: none.
         score: What tokens are compared by: the name of one of `METHODS`.
+        prompt_score: `"attention"` of the observation window, or `"gate"`: what
+            `vllm_h2o.policy.gate` expects, which counts as much as the window's queries
+            would.
         score_decay: What an old score is multiplied by per new query.
         cake_gamma: Weight of the variance, see `vllm_h2o.policy.methods.cake`.
         cake_t1: The entropy counts with the power of 1 over it.
@@ -93,6 +97,12 @@ class H2OConfig:
     )
     score: str = option(
         "mean", f"What tokens are compared by: {summaries()}.", choices=METHODS
+    )
+    prompt_score: str = option(
+        "attention",
+        "What a prompt's tokens are compared by: the attention of its last queries, or "
+        "what the gate expects of their keys and values.",
+        choices=_PROMPT_SCORES,
     )
     score_decay: float = option(
         1.0, "Factor on old scores per new query, 0 to 1.", float
@@ -145,6 +155,7 @@ class H2OConfig:
         if self.pooling % 2 == 0:
             raise bad("pooling", self.pooling, "use an odd width, 1 for none")
         check_choice("score", self.score, tuple(METHODS))
+        check_choice("prompt_score", self.prompt_score, _PROMPT_SCORES)
         check_choice("eviction_unit", self.eviction_unit, _UNITS)
         check_choice("merge", self.merge, _MERGES)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
@@ -164,6 +175,23 @@ class H2OConfig:
                 f"h2o_head_budgets={REQUEST!r} needs an h2o_score that splits a "
                 f"request's budget, which {self.score!r} does not: use one of {able}, "
                 f"or h2o_head_budgets={AUTO!r}"
+            )
+        if self.gated and (self.score, self.score_decay) != ("mean", 1.0):
+            raise ValueError(
+                "h2o_prompt_score='gate' needs h2o_score='mean' and "
+                f"h2o_score_decay=1.0, not {self.score!r} and {self.score_decay}: use "
+                "these, or h2o_prompt_score='attention'"
+            )
+        if self.gated and self.head_budgets in (UNIFORM, REQUEST):
+            raise ValueError(
+                "h2o_prompt_score='gate' needs a head profile, which has the gate: use "
+                f"h2o_head_budgets='auto', not {self.head_budgets!r}"
+            )
+        if self.gated and not self.may_differ_by_head:
+            raise ValueError(
+                "h2o_prompt_score='gate' needs h2o_eviction_unit='token' and "
+                f"h2o_recent_ratio below 1, not {self.eviction_unit!r} and "
+                f"{self.recent_ratio}: use these, or h2o_prompt_score='attention'"
             )
         if self.head_budgets == REQUEST and not self.keeps_heavy_set:
             raise ValueError(
@@ -189,6 +217,11 @@ class H2OConfig:
         cls = METHODS[self.score]
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{n: getattr(self, n) for n in names if hasattr(self, n)})
+
+    @property
+    def gated(self) -> bool:
+        """Whether a prompt's tokens are compared by what the gate expects."""
+        return self.prompt_score == "gate"
 
     @property
     def reads_part(self) -> bool:

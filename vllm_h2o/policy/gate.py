@@ -65,21 +65,24 @@ class Rotation:
             return cls(None)
         return cls(table, bool(module.is_neox_style))
 
-    def undone(self, key: torch.Tensor) -> torch.Tensor:
+    def undone(self, key: torch.Tensor, first: int = 0) -> torch.Tensor:
         """The keys of a text before they were rotated, but for a constant factor.
 
         Args:
-            key: `[n, num_kv_heads, head_size]` after RoPE, of the positions 0, 1, ..
+            key: `[n, num_kv_heads, head_size]` after RoPE, of the positions from
+                `first` on.
+            first: A position.
 
         Returns:
             The same in float32; where it is not known how, keys of the same norms that
             have one direction.
         """
-        if self.angles is None or len(self.angles) < len(key):
+        if self.angles is None or len(self.angles) < first + len(key):
             alike = torch.zeros_like(key, dtype=torch.float32)
             alike[..., 0] = key.float().norm(dim=-1)
             return alike
-        angles = self.angles[: len(key), None].to(key.device, torch.float32)
+        angles = self.angles[first : first + len(key), None]
+        angles = angles.to(key.device, torch.float32)
         cos, sin = angles.chunk(2, dim=-1)
         size = self.angles.shape[1]
         turned, rest = key.float().split([size, key.shape[-1] - size], dim=-1)
@@ -90,6 +93,11 @@ class Rotation:
         pairs = first * cos + second * sin, second * cos - first * sin
         join = torch.cat if self.neox else torch.stack
         return torch.cat([join(pairs, dim=-1).flatten(2), rest], dim=-1)
+
+
+def num_features(head_size: int, head_size_v: int) -> int:
+    """How many numbers the expectation is linear in, of a token and KV head."""
+    return head_size + head_size_v + 4
 
 
 def features(
@@ -103,7 +111,7 @@ def features(
         ages: `[n]` int64 tokens from each one to the end of the prompt, at least 1.
 
     Returns:
-        `[num_kv_heads, n, head_size + head_size_v + 4]`.
+        `[num_kv_heads, n, num_features(head_size, head_size_v)]`.
     """
     norms = [x.norm(dim=-1, keepdim=True).clamp(min=_LEAST) for x in (key, value)]
     units = [

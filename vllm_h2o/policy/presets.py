@@ -12,13 +12,17 @@ from vllm_h2o.policy.methods import METHODS
 from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice
 
 _OF_HEAVY_SET = (
-    "observation_window", "pooling", "score", "score_decay", "cake_gamma", "read"
+    "observation_window", "pooling", "prompt_score", "score", "score_decay",
+    "cake_gamma", "read",
 )  # fmt: skip
 _OF_SPLIT = ("cake_t1", "cake_t2")
 _SUMS = H2OConfig(recent_ratio=0.5, score="sum", head_budgets=UNIFORM)
 
 PRESETS: Mapping[str, H2OConfig] = {
     "h2o": H2OConfig(),
+    "gate": H2OConfig(
+        policy="gate", prompt_score="gate", observation_window=64, pooling=1
+    ),
     "h2o-paper": replace(
         _SUMS, policy="h2o-paper", observation_window=ALL_QUERIES, pooling=1
     ),

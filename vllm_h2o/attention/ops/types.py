@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import ALIKE, LayerPlacements
 from vllm_h2o.policy.layout import SlotLayout
@@ -53,6 +54,7 @@ class DecodeParams:
         read: Share of the heavy set's pages that a query reads, see `policy.reading`.
         merge: Whether what is dropped goes into what is kept, see `policy.merging`.
         group: Query heads of a KV head.
+        gate: What prompts are scored by in place of their queries, if anything.
         placements: How requests split their slots, None where all heads have the same.
     """
 
@@ -64,6 +66,7 @@ class DecodeParams:
     read: float = 1.0
     merge: bool = False
     group: int = 1
+    gate: LayerGate | None = None
 
     @cached_property
     def fused_form(self) -> str | None:

@@ -1,0 +1,81 @@
+"""Prompts compared by what the gate expects, against the same written down densely."""
+
+import pytest
+import torch
+
+from benchmarks.smollm2 import ensure_model
+from tests.engine.helpers import assert_equal_densely, engine, greedy, prompts_of
+from tests.engine.test_reference import own_sizes
+from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
+from vllm_h2o.policy.profile import allocate
+
+pytestmark = pytest.mark.engine
+
+BLOCK, BUDGET, WORTH, NUM_TOKENS = 32, 256, 64, 12
+COMMON = Sizes(BUDGET // 2, BUDGET // 2, BLOCK)
+OPTIONS = {
+    "kv_policy": "gate",
+    "h2o_budget": BUDGET,
+    "h2o_recent_ratio": 0.5,
+    "h2o_head_budgets": "measure",
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": True,
+}
+
+
+def gated_heads(model, weights):
+    """Heads of the dense reference that go by these weights, `[layers, heads, F]`."""
+    left = iter(weights.flatten(0, 1))
+
+    class GateHead(Head):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.weights = next(left)
+
+        def scored(self, observed):
+            """What each token is expected to get, as often as queries are meant."""
+            n = observed.shape[1]
+            tokens = torch.arange(n)
+            keys = model.rope(self.past_keys[:n, None], -tokens)[:, 0]
+            scores = []
+            for token, key, value in zip(
+                tokens.tolist(), keys, self.past_values[:n], strict=True
+            ):
+                units = [x / x.norm() * len(x) ** 0.5 for x in (key, value)]
+                beside = [key.norm(), value.norm(), torch.tensor(float(n - token))]
+                beside = torch.stack(beside).log()
+                x = torch.cat([*units, beside, torch.ones(1)])
+                expected = max(float(x @ self.weights), 0.0) ** 4
+                queries = min(WORTH, n - token)
+                scores.append(
+                    model.num_heads // model.num_kv_heads * expected * queries
+                )
+            return torch.tensor(scores)
+
+    return GateHead
+
+
+def test_engine_equals_reference():
+    """In chunks, of prompts beyond the budget and of one that fills it later; cold, and
+    with all the hits that stock takes."""
+    model, prompts = DenseLlama(ensure_model()), prompts_of(700, 400, 250)
+    variant = Variant(WORTH, 1, "mean", "token", sinks=0)
+    with engine(ensure_model(), **OPTIONS) as llm:
+        (profile,) = llm.collective_rpc("h2o_profile")
+        stretched = profile.stretched(2048, BUDGET)
+        blocks = allocate(stretched, BLOCK, BUDGET // BLOCK, 2048 // BLOCK, 1)
+        own = [[own_sizes(n, BLOCK) for n in layer] for layer in blocks]
+        weights = torch.tensor(profile.gate_weights())
+        expected = [
+            generate(
+                model, prompt, NUM_TOKENS, [variant], COMMON, own,
+                head_class=gated_heads(model, weights),
+            )[0]
+            for prompt in prompts
+        ]  # fmt: skip
+        assert_equal_densely(llm, prompts, expected)
+        assert_equal_densely(llm, prompts, expected)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, greedy(NUM_TOKENS), use_tqdm=False)
+    hits = [output.num_cached_tokens for output in outputs]
+    assert hits == [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts]
