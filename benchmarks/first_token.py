@@ -56,6 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=20,
         help="%% of the prompt, and two blocks at least",
     )
+    parser.add_argument("--policy", default="h2o", help="that evicts")
     parser.add_argument("--rounds", type=int, default=24, help="turns of an engine")
     parser.add_argument("--engines", type=int, default=1, help="pairs, one by one")
     parser.add_argument("--model", default="", help="folder; SmolLM2 without it")
@@ -67,6 +68,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def measure(length: int, cached: bool, args: argparse.Namespace) -> dict[str, Any]:
     """One prompt: scored against kept whole, and the transition."""
     job = {"length": length, "cached": cached, "model": args.model}
+    job["policy"] = args.policy
     budget = max(-(-length * args.budget // 100), 2 * ENGINE_ARGS["block_size"])
     fits = ROOM // 2, 2 * ROOM
     engines = []
@@ -121,7 +123,7 @@ def turns(job: dict[str, Any]) -> list[dict[str, list[float]]]:
     longest = job["length"] + 4 * ROOM
     system = VllmSystem(
         Job(
-            system="h2o",
+            system=job["policy"],
             model=model,
             requests=[],
             max_model_len=longest,

@@ -167,14 +167,16 @@ def test_transition(engine, layers, launched, gate):
     if gate:
         weights = torch.empty(3, 2 * 64 + 4, device=DEVICE)
         gate = LayerGate(weights, Rotation(torch.empty(1024, 64, device=DEVICE)), 3)
-    # What never changes is on the device by now.
     params = [replace(layer.impl._params, gate=gate) for layer in layers]
-    assert all(p.head_tables is None or p.head_tables for p in params)
+    for own in params:
+        own.head_tables  # noqa: B018  What never changes goes to the device now.
+    config = layers[0].impl.h2o
+    if gate:
+        config = replace(config, prompt_score="gate", head_budgets="auto")
     with no_waiting():
         for layer, own in zip(layers, params, strict=True):
-            impl = layer.impl
             observe_prompt(
-                query, impl._pages, prompt, layer.layer_name, impl.h2o, own,
+                query, layer.impl._pages, prompt, layer.layer_name, config, own,
                 torch.empty_like(query),
             )  # fmt: skip
     expected = [*TRANSITION] if gate else ["lse_kernel", "observe_kernel", *TRANSITION]

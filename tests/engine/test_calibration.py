@@ -22,6 +22,7 @@ from tests.reference.heads_by_transformers import measure
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.plugin import calibration, head_profiles
 from vllm_h2o.plugin.calibration import seeded_texts
+from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
 
@@ -192,6 +193,9 @@ def test_a_gate_is_measured_where_the_cache_has_none(llama, cache, monkeypatch):
         (profile,) = llm.collective_rpc("h2o_profile")
     assert profile.gate is not None
     assert json.loads(file.read_text())["profile"]["gate"] == profile.gate
+    # A budget that holds the longest request needs none.
+    with engine(llama, **(gated | {"h2o_budget": MAX_MODEL_LEN})) as llm:
+        assert len(generate(llm, random_prompts(40), 4)[0]) == 4
     file.unlink()
     for options, why in (
         ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens is 256"),
@@ -250,6 +254,18 @@ def test_texts_are_as_long_as_there_is_time_for_two():
         assert head_profiles.tokens_in_time(2048, seconds) == tokens
     assert head_profiles.tokens_in_time(700, 0.04) == 700
     assert head_profiles.tokens_in_time(700, 0.05) == 0
+
+
+def test_a_cached_gate_outlives_a_measurement_without_one():
+    def profile(tokens, gate):
+        return HeadProfile([64, 128], [[[0.5, 0.1]]], "", tokens, gate)
+
+    old, new = (gate_in_json([[[weight]]], 0.5) for weight in (1.0, 2.0))
+    both = head_profiles.of_both
+    assert both(None, profile(512, None)) == profile(512, None)
+    assert both(profile(512, old), profile(1024, None)) == profile(1024, old)
+    assert both(profile(1024, None), profile(512, new)) == profile(1024, new)
+    assert both(profile(512, old), profile(512, new)) == profile(512, new)
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from vllm_h2o.plugin import profile_cache
 from vllm_h2o.plugin.profile_cache import ALIKE, keep
-from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,15 @@ def test_of_files_of_one_model_the_one_from_longer_texts_counts(folder):
     keep(answers(), profile(0.6, 4096))
     assert find() == profile(0.6, 4096)
     assert len(list(folder.iterdir())) == 3, "in place of the last"
+
+
+def test_of_files_of_one_model_one_with_a_gate_counts_where_it_is_needed():
+    gated = replace(profile(0.5, 512), gate=gate_in_json([[[1.0]] * 2] * 3, 0.5))
+    keep(answers(), gated)
+    keep(answers(1 - 1e-7), profile(0.6, 2048))
+    assert find() == profile(0.6, 2048)
+    found = profile_cache.find(answers(), 3, 2, gated=True)
+    assert found and found[1] == gated
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,12 @@ class StepRows:
         """Forget the plan: what runs now is a dummy run."""
         self._plan = None
 
+    def clear(self) -> None:
+        """Forget all requests: the KV cache goes."""
+        self.later.clear()
+        self._partial.clear()
+        self.own = None
+
     @property
     def all_decode(self) -> bool:
         """Whether every row decodes, or is a dummy."""

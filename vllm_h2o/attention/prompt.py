@@ -46,7 +46,8 @@ def observe_prompt(
             written if the stock kernel has not done so.
     """
     plan = prompt.plan
-    if params.gate is not None:
+    if config.gated:
+        assert params.gate is not None, "the worker gives it before the cache"
         _read_the_gate(pages, prompt, config, params)
         return
     first_scoring = max(plan.num_computed_tokens, plan.first_query)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -104,15 +105,11 @@ def _measured_as_asked(model: LoadedModel) -> HeadProfile:
 
 def why_not_measured(vllm_config: VllmConfig, config: H2OConfig) -> str:
     """Why `auto` does not look for a measured profile; empty: it does."""
-    longest = vllm_config.model_config.max_model_len
-    layout = SlotLayout.from_config(
-        config, vllm_config.cache_config.block_size, longest
-    )
     option, tokens = longest_step(vllm_config)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     cases = {
         f"{CALIBRATE} is 0": not _uses_cache(),
-        "the budget holds the longest request": layout.budget >= longest,
+        "the budget holds the longest request": holds_longest(vllm_config, config),
         f"--pipeline-parallel-size is {stages}, no worker has all layers": stages > 1,
         "--load-format is dummy": vllm_config.load_config.load_format == "dummy",
         f"{option} is {tokens}, to measure them takes {FEWEST_TOKENS}": (
@@ -120,6 +117,13 @@ def why_not_measured(vllm_config: VllmConfig, config: H2OConfig) -> str:
         ),
     }
     return next((why for why, holds in cases.items() if holds), "")
+
+
+def holds_longest(vllm_config: VllmConfig, config: H2OConfig) -> bool:
+    """Whether the budget holds the longest request, so that nothing is ever evicted."""
+    longest = vllm_config.model_config.max_model_len
+    block_size = vllm_config.cache_config.block_size
+    return SlotLayout.from_config(config, block_size, longest).budget >= longest
 
 
 def _uses_cache() -> bool:
@@ -133,12 +137,12 @@ def _asked_tokens(vllm_config: VllmConfig) -> int:
 def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
     """What the cache has, unless longer texts can be read now."""
     mine = answers(model)
-    found = _found(model, mine)
     config = h2o_config(model.vllm_config)
-    if found and found.gate is None and config is not None and config.gated:
-        found = None
+    gated = config is not None and config.gated
+    found = _found(model, mine, gated)
+    known = found.context_tokens if found and (found.gate or not gated) else 0
     asked = _asked_tokens(model.vllm_config)
-    if found and found.context_tokens >= asked:
+    if found and known >= asked:
         return found
     parallel = model.vllm_config.parallel_config
     if parallel.data_parallel_size > 1 or parallel.enable_eplb:
@@ -151,7 +155,7 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
             )
         return found
     tokens = of_first_rank(tokens_in_time(asked, _seconds_per_token(model)))
-    if found and found.context_tokens >= tokens:
+    if found and known >= tokens:
         return found
     if not tokens:
         logger.warning_once(
@@ -161,13 +165,23 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
         )  # fmt: skip
         return None
     texts = texts_to_read(model.vllm_config.model_config, tokens)
-    profile = measure(model, *texts, seconds=MOST_SECONDS)
+    profile = of_both(found, measure(model, *texts, seconds=MOST_SECONDS))
     _keep(mine, profile)
     return profile
 
 
-def _found(model: LoadedModel, mine: Sequence[float]) -> HeadProfile | None:
-    """What the cache has for a model with these answers.
+def of_both(found: HeadProfile | None, measured: HeadProfile) -> HeadProfile:
+    """The curves of longer texts, and a gate if either has one."""
+    if found is None:
+        return measured
+    longer = max(measured, found, key=lambda profile: profile.context_tokens)
+    return replace(longer, gate=measured.gate or found.gate)
+
+
+def _found(
+    model: LoadedModel, mine: Sequence[float], gated: bool
+) -> HeadProfile | None:
+    """What the cache has for a model with these answers, with a gate if one is needed.
 
     The first rank looks, so that all have the same.
     """
@@ -175,7 +189,7 @@ def _found(model: LoadedModel, mine: Sequence[float]) -> HeadProfile | None:
     if get_tensor_model_parallel_rank() == 0:
         heads = model.vllm_config.model_config.get_total_num_kv_heads()
         try:
-            found = profile_cache.find(mine, len(model.layers), heads)
+            found = profile_cache.find(mine, len(model.layers), heads, gated)
         except (OSError, RuntimeError) as error:
             logger.warning_once("H2O has no cache of head profiles: %s", str(error))
     found = of_first_rank(found)

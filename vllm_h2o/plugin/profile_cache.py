@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def find(
-    answers: Sequence[float], num_layers: int, num_kv_heads: int
+    answers: Sequence[float], num_layers: int, num_kv_heads: int, gated: bool = False
 ) -> tuple[Path, HeadProfile] | None:
     """Find a model's profile: the one whose answers are the nearest.
 
@@ -45,8 +45,9 @@ def find(
         answers: Unit vector: what the model answers to fixed ids.
         num_layers: Attention layers that evict.
         num_kv_heads: KV heads of a layer, of all ranks.
+        gated: Whether a file with a gate is better than one without.
     """
-    found, best = None, (ALIKE, 0)
+    found, best = None, (ALIKE, False, 0)
     for path in sorted(cache_folder().glob(f"{num_layers}x{num_kv_heads}-*.json")):
         theirs, profile = _read(path)
         if profile is None or len(theirs) != len(answers):
@@ -54,8 +55,9 @@ def find(
         cosine = round(float(np.dot(theirs, answers)), 4)
         logger.debug("H2O: answers like those of %s by %.4f", path, cosine)
         # Of files of one model the one from the longest texts.
-        if (cosine, profile.context_tokens) >= best:
-            found, best = (path, profile), (cosine, profile.context_tokens)
+        has_gate = gated and profile.gate is not None
+        if (rank := (cosine, has_gate, profile.context_tokens)) >= best:
+            found, best = (path, profile), rank
     return found
 
 

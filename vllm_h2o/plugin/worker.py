@@ -29,12 +29,18 @@ from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.plugin.calibration import (
+    ANSWERED_TOKENS,
     LoadedModel,
+    longest_step,
     measure,
     rotations_of,
     texts_to_read,
 )
-from vllm_h2o.plugin.head_profiles import profile_at_startup, why_not_measured
+from vllm_h2o.plugin.head_profiles import (
+    holds_longest,
+    profile_at_startup,
+    why_not_measured,
+)
 from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.validate import (
     check_kernel_block_size,
@@ -108,14 +114,13 @@ class H2OWorker(_Stock):
             return super().get_kv_cache_spec()
 
     def shutdown(self) -> None:
-        """Let go of the KV cache, which the placements of requests point into."""
-        self._step.own = None
+        """Let go of the KV cache, also where what a step has left points into it."""
+        self._step.clear()
         super().shutdown()
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache; before it is there, heads may be measured."""
         self._find_profile()
-        self._give_gates()
         return super().determine_available_memory()
 
     def _loaded_model(self) -> LoadedModel:
@@ -141,15 +146,26 @@ class H2OWorker(_Stock):
         """Give each layer that evicts its part of the gate, if prompts go by it."""
         config, profile = h2o_config(self.vllm_config), profile_of(self.vllm_config)
         assert config is not None
-        if not config.gated:
+        if not config.gated or holds_longest(self.vllm_config, config):
             return
-        if profile is None or profile.gate is None:
-            why = profile is None and why_not_measured(self.vllm_config, config)
+        option, tokens = longest_step(self.vllm_config)
+        if profile is None:
+            why = why_not_measured(self.vllm_config, config)
+            why = why or "there is no head profile, see the log"
+        elif profile.gate is None:
+            why = "the head profile in force has no gate, see the log"
+        elif tokens < ANSWERED_TOKENS:
+            why = (
+                f"{option} is {tokens}, to see how keys rotate takes {ANSWERED_TOKENS}"
+            )
+        else:
+            why = ""
+        if why:
             raise ValueError(
-                "h2o_prompt_score (--h2o-prompt-score) is 'gate', but there is none: "
-                f"{why or 'the head profile in force has no gate'}; use "
+                f"h2o_prompt_score (--h2o-prompt-score) is 'gate', but {why}: use "
                 "h2o_head_budgets='measure', or h2o_prompt_score='attention'"
             )
+        assert profile is not None
         model = self._loaded_model()
         rotations = rotations_of(model)
         names = sorted(model.layers, key=extract_layer_index)
@@ -202,6 +218,7 @@ class H2OWorker(_Stock):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""
         check_kv_cache_config(self.vllm_config, kv_cache_config)
+        self._give_gates()
         for layer in self._h2o_layers.values():
             if (impl := _impl(layer)) is not None:
                 impl.unbind()
