@@ -20,6 +20,7 @@ from tests.attention.triton_checks import (
     make_prompt,
     make_queries,
 )
+from tests.attention.triton_heads import check_heads
 from tests.attention.triton_state import DEVICE, make_step, params_of
 from vllm_h2o.attention.ops import DecodeParams
 from vllm_h2o.attention.placements import ALIKE, OWN
@@ -50,7 +51,7 @@ def check_all(tiny: bool) -> list[dict[str, Any]]:
 
 
 def _checks() -> itertools.chain[tuple[str, Callable[[], Any]]]:
-    return itertools.chain(_prompts(), _choices(), _steps(), _shapes())
+    return itertools.chain(_prompts(), _choices(), _steps(), _by_head(), _shapes())
 
 
 def _steps():
@@ -64,6 +65,16 @@ def _steps():
             name,
             lambda params=params: check_step(
                 make_step(params, positions, heads=(8, 2))
+            ),
+        )
+
+
+def _by_head():
+    for dtype, size, layer in itertools.product(_DTYPES, _HEAD_SIZES, range(3)):
+        yield (
+            f"step by head: {dtype} head {size}, layer {layer}",
+            lambda d=dtype, s=size, i=layer: check_heads(
+                i, [5, 47, 48, 60, 79, 80, 137, -1], d, s
             ),
         )
 

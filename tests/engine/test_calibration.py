@@ -193,6 +193,10 @@ def test_a_gate_is_measured_where_the_cache_has_none(llama, cache, monkeypatch):
         (profile,) = llm.collective_rpc("h2o_profile")
     assert profile.gate is not None
     assert json.loads(file.read_text())["profile"]["gate"] == profile.gate
+    # Measuring anew without learning one leaves it there.
+    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", 0.99)
+    assert errors_of(llama).numel()
+    assert json.loads(file.read_text())["profile"]["gate"] == profile.gate
     # A budget that holds the longest request needs none.
     with engine(llama, **(gated | {"h2o_budget": MAX_MODEL_LEN})) as llm:
         assert len(generate(llm, random_prompts(40), 4)[0]) == 4
@@ -201,7 +205,6 @@ def test_a_gate_is_measured_where_the_cache_has_none(llama, cache, monkeypatch):
         ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens is 256"),
         ({}, "the head profile in force has no gate"),
     ):
-        monkeypatch.setattr(calibration, "LEAST_EXPLAINED", 0.99)
         said = f"h2o_prompt_score.*{why}.*'attention'"
         with pytest.raises(ValueError, match=said), engine(llama, **(gated | options)):
             pass

@@ -74,7 +74,7 @@ class _CUDABuilder(H2OMetadataBuilder):
                 self.num_heads_q,
                 self.spec.num_kv_heads,
                 self.spec.head_size,
-                *budgets(vllm_config),
+                *budgets(vllm_config, self.spec.max_model_len),
                 self.device,
             )
         return scratch

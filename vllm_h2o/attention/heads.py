@@ -49,12 +49,20 @@ def profile_of(vllm_config: VllmConfig) -> HeadProfile | None:
     return HeadProfile.load(path) if path else _MEASURED.get(id(vllm_config))
 
 
-def budgets(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Slots of a KV head: on average, and of the richest."""
+def budgets(
+    vllm_config: VllmConfig, max_model_len: int | None = None
+) -> tuple[int, int]:
+    """Slots of a KV head: on average, and of the richest.
+
+    Args:
+        vllm_config: The engine's.
+        max_model_len: That the KV cache's specs have, which stays where vLLM shortens
+            its own to fit the memory (`--max-model-len auto`); None: vLLM's.
+    """
     config = h2o_config(vllm_config)
     assert config is not None
     block_size = vllm_config.cache_config.block_size
-    max_model_len = vllm_config.model_config.max_model_len
+    max_model_len = max_model_len or vllm_config.model_config.max_model_len
     layout = SlotLayout.from_config(config, block_size, max_model_len)
     profile = profile_of(vllm_config)
     if profile is None:

@@ -223,10 +223,17 @@ def tokens_in_time(tokens: int, seconds_per_token: float) -> int:
 
 
 def _keep(mine: Sequence[float], profile: HeadProfile) -> None:
-    """Write the profile of a model with these answers to the cache."""
+    """Write the profile of a model with these answers to the cache.
+
+    A gate that is known stays, where nothing could be learned this time.
+    """
     if get_tensor_model_parallel_rank():
         return
     try:
+        if profile.gate is None:
+            shape = profile.num_layers, profile.num_kv_heads
+            known = profile_cache.find(mine, *shape, gated=True)
+            profile = replace(profile, gate=known and known[1].gate)
         logger.info_once(
             "H2O keeps what it measured in %s", profile_cache.keep(mine, profile)
         )

@@ -1,0 +1,101 @@
+"""Steps with budgets by head, borrowed pages and all, on a device and by the reference.
+
+Used by the tests and, on a GPU, by `python -m benchmarks.gpu`.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from tests.attention.triton_checks import TOLERANCE
+from tests.attention.triton_state import DEVICE, clone, content, empty_pages
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, reference
+from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
+from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import Mean
+from vllm_h2o.policy.placement import Placement
+
+CONFIG = H2OConfig(sinks=4, recent_ratio=0.5, pooling=3)
+BUDGET_BLOCKS = 3
+# Of three layers of two heads. Layer 2 has no head beyond the common budget.
+BLOCKS = [[1, 5], [5, 1], [2, 2]]
+
+
+def make_layers(dtype, head_size, size, num_rows):
+    """Pages of every layer full of tokens, but for blocks that no row has."""
+    generator = torch.Generator().manual_seed(7)
+    num_blocks = num_rows * BUDGET_BLOCKS + 3
+    layers = []
+    for _ in BLOCKS:
+        pages = empty_pages(num_blocks, 2, head_size, size, dtype)
+        held = slice(2, num_blocks)
+        for name in ("keys", "values"):
+            part = getattr(pages, name)[held]
+            part.copy_(torch.randn(part.shape, generator=generator))
+        part = pages.scores[held]
+        part.copy_(torch.randint(1, 9, part.shape, generator=generator) / 4)
+        part = pages.births[held]
+        part.copy_(torch.randint(0, 2 * size, part.shape, generator=generator))
+        layers.append(pages)
+    blocks = torch.randperm(num_rows * BUDGET_BLOCKS, generator=generator) + 2
+    return layers, blocks.view(num_rows, BUDGET_BLOCKS).int()
+
+
+def params_of(layers, layer, size, **options):
+    layout = SlotLayout.of_blocks(CONFIG, size, BUDGET_BLOCKS)
+    placement = Placement.of_blocks(BLOCKS, BUDGET_BLOCKS, CONFIG, size)
+    own = PlacementTable.of(layers, layout, placement).parts()[layer]
+    options = {"softcap": 0.0, "method": Mean()} | options
+    return DecodeParams(layout, 0.17, placements=own, **options)
+
+
+def check_heads(
+    layer, positions, dtype=torch.float32, head_size=64, size=16, group=3, **how
+):
+    """One step of both: outputs and the state of all layers agree."""
+    layers, table = make_layers(dtype, head_size, size, len(positions))
+    generator = torch.Generator().manual_seed(1)
+
+    def random(num_heads):
+        shape = (len(positions), num_heads, head_size)
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tokens = random(2 * group) * 2, random(2), random(2)
+    budget = BUDGET_BLOCKS * size
+    placements = torch.tensor([OWN if p >= budget else ALIKE for p in positions]).int()
+    rows = (table, torch.tensor(positions), torch.tensor([9] * len(positions)))
+    results = []
+    for op, device in ((reference.decode_resident, "cpu"), (decode_resident, DEVICE)):
+        own = [clone(pages, device) for pages in layers]
+        params = params_of(own, layer, size, **how)
+        query, key, value = (tensor.to(device) for tensor in tokens)
+        output = torch.full_like(query, float("nan"))
+        on_device = ResidentRows(
+            *(tensor.to(device) for tensor in rows), placements=placements.to(device)
+        )
+        if op is decode_resident:
+            scratch = DecodeScratch.allocate(
+                len(positions), 2 * group, 2, head_size, params.layout.budget,
+                params.largest_budget, DEVICE, Tuning(3, 16),
+            )  # fmt: skip
+            on_device = replace(on_device, scratch=scratch)
+        op(query, key, value, own[layer], on_device, params, output)
+        results.append((output.cpu(), [clone(pages, "cpu") for pages in own]))
+    (expected, expected_layers), (actual, actual_layers) = results
+    torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
+    for mine, theirs, before in zip(
+        actual_layers, expected_layers, layers, strict=True
+    ):
+        torch.testing.assert_close(
+            mine.scores, theirs.scores, rtol=1e-4, atol=1e-6, equal_nan=True
+        )
+        theirs.scores.copy_(mine.scores)
+        assert torch.equal(content(mine), content(theirs))
+        assert torch.equal(content(mine)[: 2 * mine.page_stride], _start(before))
+    return layers, actual_layers
+
+
+def _start(pages):
+    return content(pages)[: 2 * pages.page_stride]
