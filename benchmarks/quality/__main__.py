@@ -58,6 +58,7 @@ Variant = tuple[str, str, dict[str, Any]]
 H2O: Variant = ("h2o", "h2o", {})
 UNIFORM: Variant = ("h2o uniform", "h2o", {"head_budgets": "uniform"})
 OURS = [H2O, UNIFORM, ("h2o-paper", "h2o-paper", {}), ("streaming", "streaming", {})]
+GATE: Variant = ("gate", "gate", {})
 CAKE: Variant = ("cake", "cake", {})
 READS_OR_MERGES: list[Variant] = [
     ("mpcache", "mpcache", {}),
@@ -69,6 +70,7 @@ READS_OR_MERGES: list[Variant] = [
 OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
+    GATE,
     CAKE,
     *READS_OR_MERGES,
     ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
@@ -204,7 +206,7 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in args.budgets or OTHER_BUDGETS:
-        yield from _ours([H2O, UNIFORM, CAKE, *READS_OR_MERGES], fraction, work)
+        yield from _ours([H2O, GATE, UNIFORM, CAKE, *READS_OR_MERGES], fraction, work)
         yield from _peers(PRESSES, fraction, work)
         budget = tokens_of(fraction, work["context_tokens"])
         yield Cell(TORCH, "cake", budget_tokens=budget, **work)
@@ -231,7 +233,7 @@ def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
     for asked in (work, asked_later):
         yield Cell(TORCH, "cake", budget_tokens=budget, **asked)
     yield from _ours([H2O], 0.5, asked_later)
-    yield from _ours([UNIFORM], 0.2, asked_later)
+    yield from _ours([GATE, UNIFORM], 0.2, asked_later)
     yield from _peers(PRESSES, 0.2, asked_later)
     for fraction in (0.5, 0.1):
         yield from _ours(OURS, fraction, work)

@@ -28,6 +28,7 @@ def test_every_code_path_runs(tmp_path):
         "selection token",
         "step",
         "step block",
+        "step by head",
         "step token",
         "transition",
         "window",

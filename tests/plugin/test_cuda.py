@@ -193,13 +193,12 @@ def test_scratch_grows_with_the_richest_head(config, monkeypatch):
     config.cache_config.block_size = 32
     monkeypatch.setattr(heads, "profile_path", lambda *args: None)
     assert heads.budgets(config) == (256, 256)
-    # vLLM may plan for shorter requests than the KV cache's specs do.
-    assert config.model_config.max_model_len == 1024
-    assert heads.budgets(config, 2048) == (416, 416)
     profile = Path("tests/models/smollm2/h2o_heads.json")
     monkeypatch.setattr(heads, "profile_path", lambda *args: profile)
     budget, largest = heads.budgets(config)
     assert budget == 256 < largest <= 1024
+    # vLLM may plan for shorter requests than the KV cache's specs do.
+    assert heads.budgets(config, 2048)[1] > largest
 
 
 @pytest.mark.parametrize(
