@@ -56,7 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=20,
         help="%% of the prompt, and two blocks at least",
     )
-    parser.add_argument("--policy", default="h2o", help="that evicts")
+    parser.add_argument("--policy", default="h2o", help="the preset that evicts")
     parser.add_argument("--rounds", type=int, default=24, help="turns of an engine")
     parser.add_argument("--engines", type=int, default=1, help="pairs, one by one")
     parser.add_argument("--model", default="", help="folder; SmolLM2 without it")

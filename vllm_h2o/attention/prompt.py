@@ -48,7 +48,7 @@ def observe_prompt(
     plan = prompt.plan
     if config.gated:
         assert params.gate is not None, "the worker gives it before the cache"
-        _read_the_gate(pages, prompt, config, params)
+        _compress_by_gate(pages, prompt, config, params)
         return
     first_scoring = max(plan.num_computed_tokens, plan.first_query)
     state = prompt.partial.pop(layer_name, None)
@@ -74,7 +74,7 @@ def observe_prompt(
     _compress_when_due(prompt, ScoredLayer(pages, state, params), config)
 
 
-def _read_the_gate(
+def _compress_by_gate(
     pages: Pages, prompt: ObservedPrompt, config: H2OConfig, params: DecodeParams
 ) -> None:
     """The transition of a prompt that no query has scored."""

@@ -87,10 +87,10 @@ class Rotation:
         size = self.angles.shape[1]
         turned, rest = key.float().split([size, key.shape[-1] - size], dim=-1)
         if self.neox:
-            first, second = turned.chunk(2, dim=-1)
+            x, y = turned.chunk(2, dim=-1)
         else:
-            first, second = turned[..., ::2], turned[..., 1::2]
-        pairs = first * cos + second * sin, second * cos - first * sin
+            x, y = turned[..., ::2], turned[..., 1::2]
+        pairs = x * cos + y * sin, y * cos - x * sin
         join = torch.cat if self.neox else torch.stack
         return torch.cat([join(pairs, dim=-1).flatten(2), rest], dim=-1)
 

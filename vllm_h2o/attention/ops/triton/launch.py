@@ -289,21 +289,21 @@ def _shapes(
 ) -> dict[str, Any]:
     """The sizes that both kernels share; in capitals what they are compiled for."""
     num_rows, num_heads, head_size = query.shape
-    layout, budget = params.layout, params.largest_budget
+    layout, largest = params.layout, params.largest_budget
     tile = _tile_slots(scratch.tuning, query)
     splits = _num_splits(
-        scratch.tuning, num_rows * num_kv_heads, layout.budget, budget, query.device
+        scratch.tuning, num_rows * num_kv_heads, layout.budget, largest, query.device
     )
-    split_slots = triton.cdiv(triton.cdiv(budget, splits), tile) * tile
-    splits = triton.cdiv(budget, split_slots)
+    split_slots = triton.cdiv(triton.cdiv(largest, splits), tile) * tile
+    splits = triton.cdiv(largest, split_slots)
     group = num_heads // num_kv_heads
     _check_capacity(scratch, num_rows * num_heads * splits, head_size)
-    assert num_rows * num_heads * budget <= scratch.logits.numel()
+    assert num_rows * num_heads * largest <= scratch.logits.numel()
     unit = layout.block_size if layout.whole_blocks else 1
     return {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": layout.block_size, "HEAVY": layout.heavy_slots,
-        "BUDGET": layout.budget, "largest_budget": budget,
+        "BUDGET": layout.budget, "largest_budget": largest,
         "head_blocks": head_blocks(params), "UNIT": unit, "SCORED": scored,
         "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
         "max_splits": splits, "split_slots": split_slots,
