@@ -74,10 +74,13 @@ def test_the_tables_have_the_defaults_and_the_presets():
 def cells_of(preset):
     """A preset's row; what only scores need is left out where there are none."""
     recent = {0.0: "one block", 1.0: "all but the sinks"}
+    of_attention = preset.observation_window, preset.pooling
     of_scores = (
-        preset.prompt_score, preset.observation_window, preset.pooling, preset.score,
+        preset.prompt_score,
+        *(("", "") if preset.gated else of_attention),
+        preset.score,
         f"{preset.score_decay:g}",
-    )  # fmt: skip
+    )
     return [
         recent.get(preset.recent_ratio, str(preset.recent_ratio)),
         str(preset.sinks),

@@ -58,25 +58,26 @@ Variant = tuple[str, str, dict[str, Any]]
 H2O: Variant = ("h2o", "h2o", {})
 UNIFORM: Variant = ("h2o uniform", "h2o", {"head_budgets": "uniform"})
 OURS = [H2O, UNIFORM, ("h2o-paper", "h2o-paper", {}), ("streaming", "streaming", {})]
-GATE: Variant = ("gate", "gate", {})
+BY_ATTENTION = {"prompt_score": "attention"}
+ATTENTION: Variant = ("h2o prompt_score=attention", "h2o", BY_ATTENTION)
 CAKE: Variant = ("cake", "cake", {})
 READS_OR_MERGES: list[Variant] = [
     ("mpcache", "mpcache", {}),
-    ("h2o read=20%", "h2o", {"read": "20%"}),
+    ("h2o read=20%", "h2o", {"read": "20%"} | BY_ATTENTION),
     ("d2o", "d2o", {}),
     ("d2o uniform", "d2o", {"head_budgets": "uniform"}),
-    ("h2o merge=value", "h2o", {"merge": "value"}),
+    ("h2o merge=value", "h2o", {"merge": "value"} | BY_ATTENTION),
 ]
 OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
-    GATE,
+    ATTENTION,
     CAKE,
     *READS_OR_MERGES,
     ("h2o block", "h2o", {"eviction_unit": "block", "head_budgets": "uniform"}),
 ]
 LEVERS: list[Variant] = [
-    (f"h2o {name}={value}", "h2o", {name: value})
+    (f"h2o {name}={value}", "h2o", {name: value} | BY_ATTENTION)
     for name, value in (
         ("sinks", 4),
         ("recent_ratio", 0.5),
@@ -87,7 +88,7 @@ LEVERS: list[Variant] = [
         ("pooling", 1),
     )
 ]
-"""What the preset sets, one at a time set otherwise: why it is set."""
+"""What the preset sets where prompts go by attention, one at a time set otherwise."""
 PRESSES = ["tova", "observed_attention", "snapkv", "streaming_llm"]
 PRESSES_TOO = ["expected_attention", "keydiff", "random"]
 SHARED = ["32-head-sum", "32-layer-sum", "32-model-sum", "32-model-random"]
@@ -206,7 +207,9 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in args.budgets or OTHER_BUDGETS:
-        yield from _ours([H2O, GATE, UNIFORM, CAKE, *READS_OR_MERGES], fraction, work)
+        yield from _ours(
+            [H2O, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES], fraction, work
+        )
         yield from _peers(PRESSES, fraction, work)
         budget = tokens_of(fraction, work["context_tokens"])
         yield Cell(TORCH, "cake", budget_tokens=budget, **work)
@@ -233,7 +236,7 @@ def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
     for asked in (work, asked_later):
         yield Cell(TORCH, "cake", budget_tokens=budget, **asked)
     yield from _ours([H2O], 0.5, asked_later)
-    yield from _ours([GATE, UNIFORM], 0.2, asked_later)
+    yield from _ours([ATTENTION, UNIFORM], 0.2, asked_later)
     yield from _peers(PRESSES, 0.2, asked_later)
     for fraction in (0.5, 0.1):
         yield from _ours(OURS, fraction, work)

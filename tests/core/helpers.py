@@ -29,6 +29,7 @@ from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.gate import WORTH
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -43,7 +44,7 @@ def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -
         skip_tokenizer_init=True,
         kv_policy=policy,
         h2o_budget=budget,
-        h2o_observation_window=window,
+        **({} if policy == "gate" else {"h2o_observation_window": window}),
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=chunk,
@@ -92,7 +93,8 @@ class Driver:
         )
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        self.window, self.budget, self.gated = window, budget, policy == "gate"
+        self.budget, self.gated = budget, policy == "gate"
+        self.window = WORTH if self.gated else window
         self.in_flight: deque[Any] = deque()
         self.names = (f"r{i}" for i in itertools.count())
         self.token = itertools.count(1000)

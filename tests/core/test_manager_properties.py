@@ -164,11 +164,10 @@ def test_prefix_hits_leave_the_window(window, expected):
     assert row.num_computed_tokens == expected
 
 
-@pytest.mark.parametrize("window", [16, "all"])
 @pytest.mark.parametrize("prompt, expected", [(161, 160), (160, 144)])
-def test_prefix_hits_are_stocks_where_no_query_scores(window, prompt, expected):
+def test_prefix_hits_are_stocks_where_no_query_scores(prompt, expected):
     """All but the last token, which gives the first of the answer."""
-    driver = Driver(64, window, chunk=200, policy="gate")
+    driver = Driver(64, chunk=200, policy="gate")
     tokens = list(range(100, 100 + prompt))
     for computed in (0, expected, expected):
         name = driver.add(tokens, 40)

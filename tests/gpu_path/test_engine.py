@@ -78,7 +78,9 @@ CASES = [
 @pytest.mark.parametrize(("path", "chunks", "by_head", "prompt_score"), CASES)
 def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     policy = POLICY | {"head_budgets": str(profile) if by_head else "uniform"}
-    policy["prompt_score"] = prompt_score
+    if prompt_score == "gate":
+        policy = {"prompt_score": "gate"} | policy
+        del policy["observation_window"], policy["pooling"]
     expected = run("cpu", policy, **CHUNKS[chunks])
     actual = run(path, policy, **CHUNKS[chunks])
     assert actual["tokens"] == expected["tokens"]

@@ -162,6 +162,10 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
             ["h2o_prompt_score='gate'", "h2o_score='mean'", "'cake'"],
         ),
         (
+            {"kv_policy": "gate", "h2o_pooling": 3},
+            ["h2o_pooling=3", "h2o_prompt_score='gate'", "'attention'"],
+        ),
+        (
             {"kv_policy": "h2o", "h2o_cake_gamma": 100},
             ["h2o_cake_gamma=100", "h2o_score='mean'", "drop one"],
         ),
@@ -644,6 +648,7 @@ def test_config_reaches_the_engine_config(model_of):
         observation_window=32,
         pooling=7,
         score="mean",
+        prompt_score="attention",
         head_budgets="uniform",
     )
     assert h2o_config(config) == expected
@@ -697,13 +702,22 @@ def test_command_line():
     assert config_of(line) == H2OConfig(
         budget="20%", recent_ratio=0.25, sinks=3, observation_window="all", pooling=1,
         score="sum", score_decay=0.9, read="50%", merge="none", eviction_unit="block",
-        head_budgets="uniform",
+        prompt_score="attention", head_budgets="uniform",
     )  # fmt: skip
     line = f"--model {MODEL} --kv-policy cake --h2o-cake-gamma 100 --h2o-cake-t1 2"
     expected = replace(PRESETS["cake"], cake_gamma=100.0, cake_t1=2.0, cake_t2=0.5)
     assert config_of(line + " --h2o-cake-t2 0.5") == expected
-    line = f"--model {MODEL} --kv-policy h2o --h2o-prompt-score gate"
-    assert config_of(line) == H2OConfig(prompt_score="gate")
+    for options, prompt_score in (
+        ("", "auto"),
+        ("--h2o-prompt-score gate", "gate"),
+        # What says how attention is to be seen, or is in the gate's way, settles it.
+        ("--h2o-pooling 3", "attention"),
+        ("--h2o-observation-window 64", "attention"),
+        ("--h2o-head-budgets uniform", "attention"),
+        ("--h2o-eviction-unit block", "attention"),
+    ):
+        config = config_of(f"--model {MODEL} --kv-policy h2o {options}")
+        assert config.prompt_score == prompt_score
     for option, on in (("", False), ("--no-enable-h2o", False), ("--enable-h2o", True)):
         args = parser().parse_args(f"--model {MODEL} {option}".split())
         assert bool(translate(AsyncEngineArgs.from_cli_args(args))) == on

@@ -128,7 +128,12 @@ class H2OScheduler(AsyncScheduler):
         count = len(self.h2o_managers)
         resident = usable // (layout.budget_blocks * count + windowed)
         decay = getattr(config.method, "score_decay", None)
-        gated = "prompts by the gate, " if config.gated else ""
+        observing = (
+            "prompts by the gate"
+            if config.gated
+            else f"observation window {config.observation_window}, "
+            f"pooling {config.pooling}"
+        )
         decay = "" if decay is None else f", decay {decay:g}"
         reading = f", reading {config.read}" if config.reads_part else ""
         merging = f", merging {config.merge}s" if config.merges else ""
@@ -137,9 +142,8 @@ class H2OScheduler(AsyncScheduler):
             f"({layout.budget_blocks} blocks of {spec.block_size}): "
             f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
-            f"score {config.score}{decay}, {gated}"
-            f"observation window {config.observation_window}, "
-            f"pooling {config.pooling}{reading}{merging}. After its prompt a request "
+            f"score {config.score}{decay}, "
+            f"{observing}{reading}{merging}. After its prompt a request "
             f"holds at most {layout.budget} KV tokens (stock: {self.max_model_len}); "
             "the pool of "
             f"{usable} blocks fits {resident} such requests, or "

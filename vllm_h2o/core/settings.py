@@ -46,3 +46,12 @@ def settings_of(config: H2OConfig, options: dict[str, Any]) -> dict[str, Any]:
     """The dictionary that `parse_settings` turns back into `config`."""
     assert config.policy != FULL
     return {"policy": config.policy, **options}
+
+
+def settle(vllm_config: VllmConfig, **options: Any) -> None:
+    """Put options in the place of those that the user left to the engine."""
+    additional = vllm_config.additional_config
+    assert isinstance(additional, dict)
+    # Not in place: it may be the user's dictionary, with which another engine starts.
+    settings = {**additional[CONFIG_KEY], **options}
+    vllm_config.additional_config = {**additional, CONFIG_KEY: settings}

@@ -29,7 +29,7 @@ from vllm_h2o.plugin.calibration import (
     texts_to_read,
 )
 from vllm_h2o.plugin.texts import MOST_TOKENS
-from vllm_h2o.policy.config import AUTO, MEASURE, H2OConfig
+from vllm_h2o.policy.config import ATTENTION, AUTO, MEASURE, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.profile import HeadProfile
 
@@ -138,9 +138,10 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
     """What the cache has, unless longer texts can be read now."""
     mine = answers(model)
     config = h2o_config(model.vllm_config)
-    gated = config is not None and config.gated
-    found = _found(model, mine, gated)
-    known = found.context_tokens if found and (found.gate or not gated) else 0
+    assert config is not None
+    found = _found(model, mine, gated=config.prompt_score != ATTENTION)
+    enough = found and (found.gate or not config.gated)
+    known = found.context_tokens if found and enough else 0
     asked = _asked_tokens(model.vllm_config)
     if found and known >= asked:
         return found

@@ -24,9 +24,7 @@ from vllm_h2o.policy.profile import HeadProfile
 logger = init_logger(f"vllm.{__name__}")
 
 VERSION = 4
-"""Of a file."""
-READABLE = (3, VERSION)
-"""Those of 3 have no gate; models with files of others are measured again."""
+"""Of a file; models with files of others are measured again."""
 ALIKE = 0.998
 """Cosine of the answers of one model in two dtypes, at least."""
 
@@ -88,7 +86,7 @@ def _read(path: Path) -> tuple[Sequence[float], HeadProfile | None]:
     """Answers and profile; None: the file is of another version, or damaged."""
     try:
         content = json.loads(path.read_text())
-        if content["version"] not in READABLE:
+        if content["version"] != VERSION:
             return (), None
         profile = HeadProfile(**content["profile"])
         if not path.name.startswith(f"{profile.num_layers}x{profile.num_kv_heads}-"):

@@ -25,7 +25,7 @@ from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import PlacementTable, RequestPlacements
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
-from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.settings import h2o_config, settle
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.plugin.calibration import (
@@ -33,6 +33,7 @@ from vllm_h2o.plugin.calibration import (
     LoadedModel,
     longest_step,
     measure,
+    of_first_rank,
     rotations_of,
     texts_to_read,
 )
@@ -48,7 +49,14 @@ from vllm_h2o.plugin.validate import (
     check_profile,
     check_vllm_config,
 )
-from vllm_h2o.policy.config import REQUEST
+from vllm_h2o.policy.config import (
+    ATTENTION,
+    AUTO,
+    GATE,
+    MEASURE,
+    REQUEST,
+    H2OConfig,
+)
 from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.profile import HeadProfile
 
@@ -77,6 +85,7 @@ class H2OWorker(_Stock):
         self._plan = ResidencyPlan(stats=H2OStats().as_dict())
         self._step = StepRows()
         self._profile: HeadProfile | None = None
+        self._settled = False
         self._warming_up = False
         self._backend = self.choose_backend(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
@@ -109,7 +118,15 @@ class H2OWorker(_Stock):
         return self.vllm_config.use_v2_model_runner
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """The specs of the layers; the backend reads the policy from the config."""
+        """The specs of the layers; the backend reads the policy from the config.
+
+        The model is loaded, and nothing has been allocated or scheduled: time to find
+        out what the policy leaves to the worker, since specs tell it to the scheduler.
+        """
+        if not self._settled:
+            self._settled = True
+            self._find_profile()
+            self._settle_prompt_score()
         with set_current_vllm_config(self.vllm_config):
             return super().get_kv_cache_spec()
 
@@ -117,11 +134,6 @@ class H2OWorker(_Stock):
         """Let go of the KV cache, also where what a step has left points into it."""
         self._step.clear()
         super().shutdown()
-
-    def determine_available_memory(self) -> int:
-        """Bytes for the KV cache; before it is there, heads may be measured."""
-        self._find_profile()
-        return super().determine_available_memory()
 
     def _loaded_model(self) -> LoadedModel:
         evicting = {
@@ -142,28 +154,57 @@ class H2OWorker(_Stock):
                 time.perf_counter() - start, self._profile.measured_on,
             )  # fmt: skip
 
+    def _settle_prompt_score(self) -> None:
+        """Let prompts go by the gate where there is one, if the user leaves it open."""
+        config = h2o_config(self.vllm_config)
+        assert config is not None
+        if config.prompt_score != AUTO:
+            return
+        parallel = self.vllm_config.parallel_config
+        if parallel.data_parallel_size > 1 or parallel.enable_eplb:
+            # Their ranks may know of different profiles, and their passes belong
+            # together: one that made a pass for its gate would wait for the others.
+            why = "with data parallelism or EPLB the gate has to be asked for"
+        elif holds_longest(self.vllm_config, config):
+            why = "nothing is evicted"
+        else:
+            # Ranks on other machines may see other files.
+            why = of_first_rank(self._why_no_gate(config))
+        settle(self.vllm_config, prompt_score=ATTENTION if why else GATE)
+        by = f"their attention: {why}" if why else "the gate"
+        logger.info_once("H2O compresses prompts by %s", by)
+
+    def _why_no_gate(self, config: H2OConfig) -> str:
+        """What there would have to be for prompts to go by a gate; empty: there is."""
+        profile = profile_of(self.vllm_config)
+        if profile is None:
+            why = why_not_measured(self.vllm_config, config)
+            return why or "there is no head profile, see the log"
+        if profile.gate is None:
+            return "the head profile in force has no gate"
+        size = next(iter(self._loaded_model().layers.values())).impl.head_size
+        has, needed = profile.gate["features"], num_features(size, size)
+        if has != needed:
+            return (
+                f"the gate of the head profile in force has {has} weights for a head, "
+                f"where this model needs {needed}"
+            )
+        option, tokens = longest_step(self.vllm_config)
+        if tokens < ANSWERED_TOKENS:
+            needed = ANSWERED_TOKENS
+            return f"{option} is {tokens}, to see how keys rotate takes {needed}"
+        return ""
+
     def _give_gates(self) -> None:
         """Give each layer that evicts its part of the gate, if prompts go by it."""
         config, profile = h2o_config(self.vllm_config), profile_of(self.vllm_config)
         assert config is not None
         if not config.gated or holds_longest(self.vllm_config, config):
             return
-        option, tokens = longest_step(self.vllm_config)
-        if profile is None:
-            why = why_not_measured(self.vllm_config, config)
-            why = why or "there is no head profile, see the log"
-        elif profile.gate is None:
-            why = "the head profile in force has no gate, see the log"
-        elif tokens < ANSWERED_TOKENS:
-            why = (
-                f"{option} is {tokens}, to see how keys rotate takes {ANSWERED_TOKENS}"
-            )
-        else:
-            why = ""
-        if why:
+        if why := self._why_no_gate(config):
             raise ValueError(
-                f"h2o_prompt_score (--h2o-prompt-score) is 'gate', but {why}: use "
-                "h2o_head_budgets='measure', or h2o_prompt_score='attention'"
+                f"h2o_prompt_score (--h2o-prompt-score) is {GATE!r}, but {why}: use "
+                f"h2o_head_budgets={MEASURE!r}, or h2o_prompt_score={ATTENTION!r}"
             )
         assert profile is not None
         model = self._loaded_model()
@@ -173,17 +214,11 @@ class H2OWorker(_Stock):
         all_weights = torch.from_numpy(profile.gate_weights().copy())
         for name, weights in zip(names, all_weights, strict=True):
             impl = model.layers[name].impl
-            needed = num_features(impl.head_size, impl.head_size)
-            if weights.shape[1] != needed:
-                raise ValueError(
-                    "h2o_head_budgets (--h2o-head-budgets): the gate of the profile "
-                    f"in force has {weights.shape[1]} weights for a head, this model "
-                    f"needs {needed}: use h2o_head_budgets='measure'"
-                )
             own = weights[self._own_kv_heads(impl.num_kv_heads)]
             group = impl.num_heads // impl.num_kv_heads
-            device = self.model_runner.device
-            impl.gate = LayerGate(own.to(device), rotations[name], group)
+            own = own.to(self.model_runner.device)
+            # Settled after the layer was made.
+            impl.h2o, impl.gate = config, LayerGate(own, rotations[name], group)
 
     def _own_kv_heads(self, count: int) -> slice:
         """This rank's of the model's KV heads.

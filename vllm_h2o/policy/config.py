@@ -24,7 +24,8 @@ UNIFORM, AUTO, MEASURE, REQUEST = "uniform", "auto", "measure", "request"
 
 _UNITS = ("token", "block")
 _MERGES = ("none", "value")
-_PROMPT_SCORES = ("attention", "gate")
+ATTENTION, GATE = "attention", "gate"
+_PROMPT_SCORES = (AUTO, ATTENTION, GATE)
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class H2OConfig:
         pooling: Width (odd) of the max-pool over neighbouring prompt positions
             when the prompt is compressed; 1: none.
         score: What tokens are compared by: the name of one of `METHODS`.
-        prompt_score: `"attention"` of the observation window, or `"gate"`: what
-            `vllm_h2o.policy.gate` expects, which counts as much as the window's queries
-            would.
+        prompt_score: `"attention"` of the observation window, with `pooling`;
+            `"gate"`: what `vllm_h2o.policy.gate` expects; `"auto"`: the latter where
+            the head profile that the worker finds has a gate.
         score_decay: What an old score is multiplied by per new query.
         cake_gamma: Weight of the variance, see `vllm_h2o.policy.methods.cake`.
         cake_t1: The entropy counts with the power of 1 over it.
@@ -99,9 +100,9 @@ class H2OConfig:
         "mean", f"What tokens are compared by: {summaries()}.", choices=METHODS
     )
     prompt_score: str = option(
-        "attention",
+        AUTO,
         "What a prompt's tokens are compared by: the attention of its last queries, or "
-        "what the gate expects of their keys and values.",
+        "what a gate expects of their keys and values; auto: a gate, if there is one.",
         choices=_PROMPT_SCORES,
     )
     score_decay: float = option(
@@ -176,23 +177,8 @@ class H2OConfig:
                 f"request's budget, which {self.score!r} does not: use one of {able}, "
                 f"or h2o_head_budgets={AUTO!r}"
             )
-        if self.gated and (self.score, self.score_decay) != ("mean", 1.0):
-            raise ValueError(
-                "h2o_prompt_score='gate' needs h2o_score='mean' and "
-                f"h2o_score_decay=1.0, not {self.score!r} and {self.score_decay}: use "
-                "these, or h2o_prompt_score='attention'"
-            )
-        if self.gated and self.head_budgets in (UNIFORM, REQUEST):
-            raise ValueError(
-                "h2o_prompt_score='gate' needs a head profile, which has the gate: use "
-                f"h2o_head_budgets='auto', not {self.head_budgets!r}"
-            )
-        if self.gated and not self.may_differ_by_head:
-            raise ValueError(
-                "h2o_prompt_score='gate' needs h2o_eviction_unit='token' and "
-                f"h2o_recent_ratio below 1, not {self.eviction_unit!r} and "
-                f"{self.recent_ratio}: use these, or h2o_prompt_score='attention'"
-            )
+        if self.gated and (why := self._why_not_gated()):
+            raise ValueError(f"h2o_prompt_score={GATE!r} needs {why}, or {ATTENTION!r}")
         if self.head_budgets == REQUEST and not self.keeps_heavy_set:
             raise ValueError(
                 f"h2o_head_budgets={REQUEST!r} needs a heavy set, but "
@@ -221,7 +207,36 @@ class H2OConfig:
     @property
     def gated(self) -> bool:
         """Whether a prompt's tokens are compared by what the gate expects."""
-        return self.prompt_score == "gate"
+        return self.prompt_score == GATE
+
+    @property
+    def prompt_pooling(self) -> int:
+        """Width of the max-pool over a prompt's positions; 1: none."""
+        return 1 if self.gated else self.pooling
+
+    @property
+    def may_be_gated(self) -> bool:
+        """Whether nothing else that is asked for is in the gate's way."""
+        return not self._why_not_gated()
+
+    def _why_not_gated(self) -> str:
+        """What the gate needs, what is there instead, and the way out; or nothing."""
+        if (self.score, self.score_decay) != ("mean", 1.0):
+            return (
+                "h2o_score='mean' and h2o_score_decay=1.0, not "
+                f"{self.score!r} and {self.score_decay}: use these"
+            )
+        if self.head_budgets in (UNIFORM, REQUEST):
+            return (
+                "a head profile, which has the gate: use h2o_head_budgets='auto', not "
+                f"{self.head_budgets!r}"
+            )
+        if not self.may_differ_by_head:
+            return (
+                "h2o_eviction_unit='token' and h2o_recent_ratio below 1, not "
+                f"{self.eviction_unit!r} and {self.recent_ratio}: use these"
+            )
+        return ""
 
     @property
     def reads_part(self) -> bool:

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+WORTH = 64
+"""Queries that what is expected of a token counts as much as."""
 POWER = 4
 """The target is this root of the attention: what is rare and large is not all."""
 RIDGE = 1e-3

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.gate import WORTH
 from vllm_h2o.policy.options import ALL_QUERIES, part_of
 
 _CACHE_LINE_FLOATS = 16
@@ -162,7 +163,9 @@ def floats_of_page(
 
 
 def first_observer(config: H2OConfig, prefill_end: int) -> int:
-    """Position of the first prompt query whose attention is scored."""
+    """Position of the first prompt query whose attention is scored, or expected."""
+    if config.gated:
+        return max(0, prefill_end - WORTH)
     if config.observation_window == ALL_QUERIES:
         return 0
     window = config.observation_window

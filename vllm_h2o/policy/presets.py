@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm_h2o.policy.config import REQUEST, UNIFORM, H2OConfig
+from vllm_h2o.policy.config import (
+    ATTENTION,
+    AUTO,
+    GATE,
+    REQUEST,
+    UNIFORM,
+    H2OConfig,
+)
 from vllm_h2o.policy.methods import METHODS
 from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice
 
@@ -16,13 +23,14 @@ _OF_HEAVY_SET = (
     "cake_gamma", "read",
 )  # fmt: skip
 _OF_SPLIT = ("cake_t1", "cake_t2")
-_SUMS = H2OConfig(recent_ratio=0.5, score="sum", head_budgets=UNIFORM)
+_OF_ATTENTION = ("observation_window", "pooling")
+_SUMS = H2OConfig(
+    recent_ratio=0.5, score="sum", prompt_score=ATTENTION, head_budgets=UNIFORM
+)
 
 PRESETS: Mapping[str, H2OConfig] = {
     "h2o": H2OConfig(),
-    "gate": H2OConfig(
-        policy="gate", prompt_score="gate", observation_window=64, pooling=1
-    ),
+    "gate": H2OConfig(policy="gate", prompt_score=GATE),
     "h2o-paper": replace(
         _SUMS, policy="h2o-paper", observation_window=ALL_QUERIES, pooling=1
     ),
@@ -49,6 +57,7 @@ PRESETS: Mapping[str, H2OConfig] = {
         recent_ratio=0.1,
         observation_window="20%",
         pooling=1,
+        prompt_score=ATTENTION,
         read="20%",
         head_budgets=UNIFORM,
     ),
@@ -136,6 +145,14 @@ def resolve_config(
             )
         return None
     config = replace(PRESETS[name], **options)
+    steered = [name for name in _OF_ATTENTION if name in options]
+    if config.prompt_score == AUTO and (steered or not config.may_be_gated):
+        config = replace(config, prompt_score=ATTENTION)
+    if steered and config.gated:
+        raise ValueError(
+            f"h2o_{steered[0]}={options[steered[0]]!r} has no effect with "
+            f"h2o_prompt_score={GATE!r}: drop it, or use {ATTENTION!r}"
+        )
     for field in dataclasses.fields(H2OConfig):
         given = getattr(config, field.name)
         lacks = field.name in _of_methods() and not hasattr(config.method, field.name)

@@ -207,7 +207,7 @@ def choose(
 
     Torch chooses whole blocks, and by methods whose form for prompts the kernels lack.
     """
-    choice = _no_choice(layers, placement, first_query, config.pooling)
+    choice = _no_choice(layers, placement, first_query, config.prompt_pooling)
     params = layers[0].params
     if params.fused_prompt_form and not params.layout.whole_blocks:
         _run(_library().h2o_choose, "choose", choice.args)

@@ -107,7 +107,7 @@ def choose(
     for layout, heads in heads_of.items():
         poor = layout.budget < budget
         mine = values if len(heads) == num_kv_heads else values[heads]
-        pooling = config.pooling if of_prompt and not poor else 1
+        pooling = config.prompt_pooling if of_prompt and not poor else 1
         positions, slots = select_residents(mine, pooling, layout, method.pool)
         chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
     by_head = zip(*(chosen[head] for head in range(num_kv_heads)), strict=True)

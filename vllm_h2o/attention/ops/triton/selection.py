@@ -233,7 +233,8 @@ def choose(
         scores=scores, scores_stride=scores.stride(0), first_query=first_query,
         average=params.budget_of(placement), PINNED=layout.pinned_slots,
         MEAN=params.fused_form == "mean",
-        POOLING=config.pooling, BLOCK_U=block_u, TILE=tile, num_warps=4, **shared,
+        POOLING=config.prompt_pooling, BLOCK_U=block_u, TILE=tile, num_warps=4,
+        **shared,
     )  # fmt: skip
     select_kernel[(num_kv_heads,)](
         positions=positions, slots=slots, most=most, TILE=_SELECT_TILE, num_warps=8,
