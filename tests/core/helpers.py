@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -66,6 +67,16 @@ def spec_of(vllm_config: Any) -> H2OAttentionSpec:
     return H2OAttentionSpec.of(plain, h2o_config(vllm_config), MAX_MODEL_LEN)
 
 
+def wishes_of(request: Request) -> dict[str, Any]:
+    """What a request asks of H2O."""
+    return request.sampling_params.extra_args["h2o"]
+
+
+def is_full(request: Request) -> bool:
+    """Whether a request asks to keep all of its tokens."""
+    return wishes_of(request).get("policy") == "full"
+
+
 class Driver:
     """A scheduler, and steps in flight whose outputs are made up."""
 
@@ -99,7 +110,10 @@ class Driver:
         self.names = (f"r{i}" for i in itertools.count())
         self.token = itertools.count(1000)
         self.transitions: dict[str, int] = {}
+        self.read: dict[str, int] = {}
+        """Tokens of each request that had to be read when it was admitted."""
         self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, FinishReason] = {}
 
     @property
     def manager(self) -> H2OManager:
@@ -110,11 +124,17 @@ class Driver:
         return self.scheduler.kv_cache_manager.block_pool
 
     def add(
-        self, prompt: list[int], max_tokens: int, session: str | None = None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        session: str | None = None,
+        **wishes: Any,
     ) -> str:
-        """Add a request, or the next turn of a streaming-input session."""
+        """Add a request with wishes, or the next turn of a streaming-input session."""
         name = session or next(self.names)
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args={"h2o": wishes}
+        )
         params.update_from_generation_config({}, eos_token_id=2)
         self.scheduler.add_request(
             Request(
@@ -144,11 +164,14 @@ class Driver:
         for name in names:
             row = output.h2o_plan.rows[name]
             end = row.num_computed_tokens + row.num_scheduled_tokens
-            sampled.append([next(self.token)] if end >= row.prefill_end else [])
+            sampled.append([next(self.token)] if end >= self.read[name] else [])
             self.outputs.setdefault(name, []).extend(sampled[-1])
         index = {name: i for i, name in enumerate(names)}
         result = ModelRunnerOutput(names, index, sampled)
-        self.scheduler.update_from_output(output, result)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for ended in outputs.outputs:
+                if ended.finish_reason is not None:
+                    self.finished[ended.request_id] = ended.finish_reason
         self.check()
 
     def abort(self, name: str) -> None:
@@ -187,7 +210,7 @@ class Driver:
         computed = request.num_computed_tokens
         if manager.is_kept_whole(name):
             most = request.num_prompt_tokens + request.max_tokens
-            assert most <= max(self.budget, end + 1)
+            assert is_full(request) or most <= max(self.budget, end + 1)
             assert len(blocks) == -(-computed // BLOCK_SIZE)
             return
         assert manager.is_resident(name) == (computed >= end)
@@ -208,18 +231,21 @@ class Driver:
         for name, row in rows.items():
             request = self.scheduler.requests[name]
             if name in admitted:
-                assert row.prefill_end == request.num_tokens
+                self.read[name] = request.num_tokens
                 # What the cache gave leaves the observation window to compute, where
                 # the budget can bind and no gate stands for it; else the last token.
                 most = request.num_prompt_tokens + request.max_tokens
-                window = row.prefill_end if self.window == "all" else int(self.window)
-                first_query = max(0, row.prefill_end - window)
-                end = row.prefill_end
+                most, end = min(most, MAX_MODEL_LEN), request.num_tokens
+                if is_full(request):
+                    end = most
+                assert row.prefill_end == end
+                asked = wishes_of(request).get("observation_window", self.window)
+                first_query = max(0, end - (end if asked == "all" else int(asked)))
                 # Within the budget, or at an end with the first token.
-                if min(most, MAX_MODEL_LEN) <= max(self.budget, end + 1):
+                if most <= max(self.budget, end + 1):
                     first_query = max(self.budget, end)
                 assert row.first_query == first_query
-                limit = row.prefill_end - 1
+                limit = request.num_tokens - 1
                 if not self.gated:
                     limit = min(row.first_query, limit)
                 assert row.num_computed_tokens <= limit

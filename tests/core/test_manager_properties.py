@@ -10,6 +10,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from vllm.v1.engine import FinishReason
 
 from tests.core.helpers import BLOCK_SIZE, Driver
 
@@ -24,6 +25,10 @@ class Lives(RuleBasedStateMachine):
     hybrid = False
     window: int | str = 20
     policy = "h2o"
+    wishes = st.sampled_from(
+        [{}, {"policy": "full"}, {"observation_window": 5}, {"policy": "h2o"}]
+        + [{"observation_window": "all"}, {}]
+    )
 
     @initialize(
         budget=st.sampled_from([32, 64, 96]), chunk=st.sampled_from([17, 48, 200])
@@ -44,11 +49,13 @@ class Lives(RuleBasedStateMachine):
         length=st.integers(1, 200),
         tail=st.integers(0, 2),
         max_tokens=st.integers(1, 50),
+        data=st.data(),
     )
-    def add(self, family, length, tail, max_tokens):
+    def add(self, family, length, tail, max_tokens, data):
         # Prompts of a family share their first blocks.
         prompt = [family * 1000 + i for i in range(length)] + [7 + tail] * tail
-        self.alive.append(self.driver.add(prompt, max_tokens))
+        wishes = data.draw(self.wishes)
+        self.alive.append(self.driver.add(prompt, max_tokens, **wishes))
 
     @rule()
     def schedule(self):
@@ -112,6 +119,7 @@ class GatedLives(Lives):
     """No prompt query scores, and every hit is taken."""
 
     policy = "gate"
+    wishes = st.sampled_from([{}, {"policy": "full"}])
 
 
 @pytest.mark.parametrize(
@@ -206,6 +214,81 @@ def test_a_request_within_the_budget_shares_and_publishes_as_stocks_do():
     assert held == 3 + 2
     driver.drain()
     assert driver.scheduler.h2o_stats.transitions == 0
+    driver.assert_pool_whole()
+
+
+def test_a_full_request_shares_and_publishes_as_stocks_do():
+    """Beyond the budget too, beside one that is compressed."""
+    driver = Driver(64, budget=64, chunk=200)
+    prompt = list(range(100, 200))
+    full = driver.add(prompt, 60, policy="full")
+    driver.add(prompt[:80] + [7] * 20, 60)
+    driver.drain()
+    assert driver.scheduler.h2o_stats.transitions == 1
+    turn = prompt + driver.outputs[full]
+    name = driver.add(turn + [7], 8, policy="full")
+    # All of the answer but for its last token, which was never computed.
+    assert driver.schedule().h2o_plan.rows[name].num_computed_tokens == 144
+    driver.drain()
+    driver.assert_pool_whole()
+
+
+def test_a_preempted_full_request_stays_full():
+    driver = Driver(64, budget=64, chunk=200)
+    name = driver.add(list(range(100, 200)), 40, policy="full")
+    for _ in range(20):
+        driver.schedule()
+        driver.process()
+    driver.preempt_all()
+    row = driver.schedule().h2o_plan.rows[name]
+    assert row.is_kept_whole and row.prefill_end == 140
+    driver.drain()
+    assert len(driver.outputs[name]) == 40
+    assert driver.scheduler.h2o_stats.transitions == 0
+    driver.assert_pool_whole()
+
+
+@pytest.mark.parametrize("window, expected", [(1, 160), (18, 128), ("all", 0)])
+def test_prefix_hits_leave_a_requests_own_window(window, expected):
+    driver = Driver(64, 17, chunk=200)
+    prompt = list(range(100, 261))
+    for computed in (0, expected):
+        name = driver.add(prompt, 2, observation_window=window)
+        row = driver.schedule().h2o_plan.rows[name]
+        assert row.num_computed_tokens == computed
+        driver.drain()
+    name = driver.add(prompt, 2)
+    assert driver.schedule().h2o_plan.rows[name].num_computed_tokens == 144
+
+
+def test_a_bad_wish_ends_its_request_alone():
+    """Here it was not refused where requests are made, as if made elsewhere."""
+    driver = Driver(64, budget=64, chunk=200)
+    good = driver.add(list(range(100, 200)), 10)
+    bad = driver.add(list(range(100, 200)), 10, policy="half")
+    driver.drain()
+    assert len(driver.outputs[good]) == 10 and bad not in driver.outputs
+    assert driver.finished[bad] == FinishReason.ERROR
+    driver.assert_pool_whole()
+
+
+def test_a_bad_wish_alone_ends():
+    driver = Driver(64)
+    bad = driver.add(list(range(100, 200)), 10, windows=4)
+    driver.drain()
+    assert driver.finished == {bad: FinishReason.ERROR}
+    driver.assert_pool_whole()
+
+
+def test_a_bad_wish_ends_its_session():
+    driver = Driver(64, budget=64, chunk=200)
+    driver.add(list(range(100, 200)), 10, session="chat")
+    driver.add(list(range(30)), 10)
+    driver.schedule()
+    driver.process()
+    driver.add(list(range(300, 330)), 10, session="chat", policy="half")
+    driver.drain()
+    assert driver.finished["chat"] == FinishReason.ERROR
     driver.assert_pool_whole()
 
 

@@ -67,13 +67,13 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
 
-    def complete(self, prompt, tokens, **options):
+    def complete(self, prompt, tokens, wishes=None, **options):
         return self.client.completions.create(
             model=self.model,
             prompt=prompt,
             max_tokens=tokens,
             temperature=0,
-            extra_body={"ignore_eos": True},
+            extra_body={"ignore_eos": True, "vllm_xargs": wishes},
             **options,
         )
 
@@ -156,6 +156,59 @@ def test_eight_clients_and_one_that_hangs_up(server):
     assert counts == [40, 40, 40, None, 40, 40, 40, 40]
     server.wait_until_idle()
     assert server.metrics()["vllm:generation_tokens_total"] > 7 * 40
+
+
+WRONG = [
+    {"h2o_policy": "half"},
+    {"h2o_policy": 3},
+    {"h2o_policy": ["full"]},
+    {"h2o_budgets": 64},
+    {"h2o_": 1},
+    {"h2o": "full"},
+    {"h2o_observation_window": 0},
+    {"h2o_observation_window": 1.5},
+    {"h2o_observation_window": "101%"},
+    {"h2o_observation_window": 16, "h2o_policy": "full"},
+    {"h2o_observation_window": 16},  # without effect: prompts may go by a gate
+]
+RIGHT: list = [None, {"h2o_policy": "full"}, {"h2o_policy": "h2o", "other": 1}]
+
+
+def test_wrong_wishes_are_refused_and_nobody_else_is(server):
+    """A third of 200 requests at once ask for what is not there."""
+    prompts = prompts_of(*[40, 90, 150, 200] * 50)
+
+    def client(number):
+        wrong = number % 3 == 1
+        wishes = (WRONG if wrong else RIGHT)[
+            number // 3 % len(WRONG if wrong else RIGHT)
+        ]
+        try:
+            done = server.complete(prompts[number], 6, wishes)
+        except openai.BadRequestError as error:
+            return wrong and "h2o" in str(error) and "use" in str(error).lower()
+        return not wrong and done.usage.completion_tokens == 6
+
+    with ThreadPoolExecutor(32) as clients:
+        as_they_should = list(clients.map(client, range(200)))
+    assert [i for i, well in enumerate(as_they_should) if not well] == []
+    server.wait_until_idle()
+
+
+def test_chats_may_be_kept_whole(server):
+    def chat(wishes):
+        return server.client.chat.completions.create(
+            model=server.model,
+            messages=[{"role": "user", "content": "Name three colours. " * 40}],
+            max_tokens=20,
+            temperature=0,
+            logprobs=True,
+            extra_body={"vllm_xargs": wishes},
+        ).choices[0].logprobs.content  # fmt: skip
+
+    assert chat({"h2o_policy": "full"}) != chat(None)
+    with pytest.raises(openai.BadRequestError, match="h2o_policy.*'half'"):
+        chat({"h2o_policy": "half"})
 
 
 def test_counters_are_logged_at_shutdown(server):

@@ -19,6 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 
 from vllm_h2o.policy.layout import first_observer
+from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -40,9 +41,10 @@ class H2OManager(FullAttentionManager):
     Once the transition step has been processed, the dense blocks are released
     and their columns become null blocks too.
 
-    A request that can not outgrow the budget, or that ends with its first token, is
-    kept whole: its row is stock vLLM's, dense to its end, its blocks are shared and
-    published as stock's are.
+    A request that can not outgrow the budget, that ends with its first token, or that
+    asks for it, is kept whole: its row is stock vLLM's, dense to its end, its blocks
+    are shared and published as stock's are. To one that asks for it all of its life
+    is a prompt, which stock's attention reads.
     """
 
     # A hit that ends inside a block would make its tail private by a copy.
@@ -70,7 +72,11 @@ class H2OManager(FullAttentionManager):
     # ---------------------------------------------------------------- counting
 
     def begin_prefill(
-        self, request_id: str, prefill_end: int, most_tokens: int
+        self,
+        request_id: str,
+        prefill_end: int,
+        most_tokens: int,
+        options: RequestOptions = DEFAULTS,
     ) -> None:
         """Note where the prompt ends, before its hits are looked up.
 
@@ -81,11 +87,15 @@ class H2OManager(FullAttentionManager):
             most_tokens: Tokens that the request can have at its end. Within the
                 budget nothing will compete, and what ends with its first token will
                 not be decoded: no query has to score.
+            options: What the request asks for.
         """
         assert not self.req_to_blocks.get(request_id)
+        if options.is_full:
+            prefill_end = most_tokens
         first_query = max(self.budget, prefill_end)
         if most_tokens > max(self.budget, prefill_end + 1):
-            first_query = first_observer(self.policy, prefill_end)
+            window = options.observation_window
+            first_query = first_observer(self.policy, prefill_end, window)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
         # What the gate expects of a token, no query has to tell.
@@ -104,7 +114,8 @@ class H2OManager(FullAttentionManager):
         return [*map(self._first_query.__getitem__, request_ids)]
 
     def is_kept_whole(self, request_id: str) -> bool:
-        """Whether the request can not outgrow the budget, or is never decoded."""
+        """Whether the request can not outgrow the budget, is never decoded, or asks
+        for it."""
         return self._first_query[request_id] >= self._prefill_end[request_id]
 
     def replay_boundary(self, request_id: str) -> int:

@@ -16,9 +16,9 @@ class RowPlan(NamedTuple):
     Attributes:
         num_computed_tokens: Tokens computed before this step.
         num_scheduled_tokens: Tokens of this step.
-        prefill_end: Tokens that are computed densely.
-        first_query: Position of the first query that scores; the budget or the end
-            of the prompt if none has to, because the request ends within that.
+        prefill_end: Tokens that are computed densely: all, if the request asks for it.
+        first_query: Position of the first query that scores; the budget or
+            `prefill_end` if none has to, because the request ends within that.
     """
 
     num_computed_tokens: int

@@ -6,19 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
+
+_ANY_GRAMMAR = StructuredOutputsParams(json_object=True)
 
 
 class H2OScheduler(AsyncScheduler):
@@ -49,12 +55,40 @@ class H2OScheduler(AsyncScheduler):
                 self.max_model_len,
             )
 
+    def add_request(self, request: Request) -> None:
+        """Queue a request, or end it with an error if it asks for what is not there.
+
+        Most are checked before (`vllm_h2o.plugin.requests`), but those that are made
+        elsewhere are not, and what one of them says must not end the others.
+        """
+        try:
+            self._options_of(request)
+        except ValueError as error:
+            logger.error("Request %s ends at once: %s", request.request_id, error)
+            if request.request_id in self.requests:
+                # The next turn of a streaming session, which the session ends with.
+                self.grammar_compile_error_reqs.add(request.request_id)
+                return
+            # As if its grammar could not be compiled: vLLM ends such requests alone.
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            refused = StructuredOutputRequest(_ANY_GRAMMAR, error)
+            request.structured_output_request = refused
+        super().add_request(request)
+
+    def _options_of(self, request: Request) -> RequestOptions:
+        params = request.sampling_params
+        extra_args = params.extra_args if params else None
+        if not extra_args:
+            return DEFAULTS
+        return RequestOptions.parse(extra_args, self._spec.h2o)
+
     def _get_local_prefix_cache_hit(self, request: Request):
         # Called for every request that is about to be admitted, before its
         # first allocation, also after a preemption.
         most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        options = self._options_of(request)
         for manager in self.h2o_managers:
-            manager.begin_prefill(request.request_id, request.num_tokens, most)
+            manager.begin_prefill(request.request_id, request.num_tokens, most, options)
         return super()._get_local_prefix_cache_hit(request)
 
     def _update_request_as_session(self, session, update) -> None:

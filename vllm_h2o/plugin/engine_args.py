@@ -21,7 +21,12 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-from vllm_h2o.core.settings import CONFIG_KEY, parse_settings, settings_of
+from vllm_h2o.core.settings import (
+    CONFIG_KEY,
+    h2o_config,
+    parse_settings,
+    settings_of,
+)
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.presets import POLICY_NAMES, resolve_config
 
@@ -128,6 +133,10 @@ def configured(create_engine_config):
         finally:
             vars(self).update(given)
         check(vllm_config)
+        if h2o_config(vllm_config) is not None:
+            from vllm_h2o.plugin.requests import check_requests
+
+            check_requests()
         return vllm_config
 
     return wrapped

@@ -162,13 +162,21 @@ def floats_of_page(
     return head_size * reads_part + (block_size + _CACHE_LINE_FLOATS) * merges
 
 
-def first_observer(config: H2OConfig, prefill_end: int) -> int:
-    """Position of the first prompt query whose attention is scored, or expected."""
+def first_observer(
+    config: H2OConfig, prefill_end: int, window: int | str | None = None
+) -> int:
+    """Position of the first prompt query whose attention is scored, or expected.
+
+    Args:
+        config: The engine's policy.
+        prefill_end: Tokens of the prompt.
+        window: The request's own observation window; None: the policy's.
+    """
     if config.gated:
         return max(0, prefill_end - WORTH)
-    if config.observation_window == ALL_QUERIES:
+    window = config.observation_window if window is None else window
+    if window == ALL_QUERIES:
         return 0
-    window = config.observation_window
     if isinstance(window, str):
         window = part_of(prefill_end, window)
     return max(0, prefill_end - window)

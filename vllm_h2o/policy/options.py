@@ -72,9 +72,10 @@ def parse_window(value: int | str) -> int | str:
         return _percentage("observation_window", text, fix)
     try:
         window = int(value)
+        whole = float(value) == window
     except (TypeError, ValueError, OverflowError):
         raise bad("observation_window", value, fix) from None
-    if window < 1 or float(value) != window:
+    if window < 1 or not whole:
         raise bad("observation_window", value, fix)
     return window
 
