@@ -69,7 +69,7 @@ def spec_of(vllm_config: Any) -> H2OAttentionSpec:
 
 def wishes_of(request: Request) -> dict[str, Any]:
     """What a request asks of H2O."""
-    return request.sampling_params.extra_args["h2o"]
+    return (request.sampling_params.extra_args or {}).get("h2o", {})
 
 
 def is_full(request: Request) -> bool:

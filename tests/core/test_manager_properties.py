@@ -292,6 +292,17 @@ def test_a_bad_wish_ends_its_session():
     driver.assert_pool_whole()
 
 
+def test_a_bad_wish_ends_its_idle_session():
+    driver = Driver(64, budget=64, chunk=200)
+    driver.add(list(range(100, 200)), 10, session="chat")
+    driver.drain()
+    driver.add(list(range(300, 330)), 10, session="chat", policy="half")
+    assert driver.scheduler.has_requests()
+    driver.drain()
+    assert driver.finished["chat"] == FinishReason.ERROR
+    driver.assert_pool_whole()
+
+
 def test_a_preempted_request_within_the_budget_stays_whole():
     driver = Driver(64, budget=64, chunk=200)
     name = driver.add(list(range(100, 130)), 34)

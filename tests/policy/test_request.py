@@ -37,9 +37,13 @@ def test_is_read(extra_args, expected):
 @pytest.mark.parametrize(
     "policy, extra_args, said",
     [
-        ("h2o", {"h2o": "full"}, ["h2o is 'full'", '{"policy": "full"}']),
-        ("h2o", {"h2o": ["full"]}, ["h2o is ['full']", "dictionary"]),
-        ("h2o", {"h2o": {"polcy": "full"}}, ["h2o_polcy", "'full'", "use h2o_policy"]),
+        (
+            "h2o",
+            {"h2o": "full"},
+            ["h2o of this request is 'full'", '{"policy": "full"}'],
+        ),
+        ("h2o", {"h2o": ["full"]}, ["h2o of this request is ['full']", "dictionary"]),
+        ("h2o", {"h2o_policies": "full"}, ["h2o_policies", "'full'", "use h2o_policy"]),
         ("h2o", {"h2o_": 1}, ["h2o_ of", "h2o_policy or h2o_observation_window"]),
         ("h2o", {"h2o": {3: 1}}, ["h2o_3", "h2o_policy"]),
         ("h2o", {"h2o_policy": "tova"}, ["'tova'", "'full'", "'h2o'"]),
@@ -47,6 +51,9 @@ def test_is_read(extra_args, expected):
         ("h2o", {"h2o_policy": ["full"]}, ["['full']", "'full'"]),
         ("h2o", {"h2o_policy": ""}, ["h2o_policy", "''", "'full'"]),
         ("h2o", {"h2o_policy": "x" * 1000}, ["xxx...", "'full'"]),
+        ("h2o", {"h2o_" + "x" * 1000: 1}, ["xxx...", "h2o_policy"]),
+        ("h2o", {"h2o": "x" * 1000}, ["xxx...", "h2o_policy"]),
+        ("h2o", {"h2o": {"policy": "x" * 1000}, "h2o_policy": 1}, ["xxx...", "drop"]),
         *(
             ("h2o", {"h2o_observation_window": bad}, [repr(bad), "such as 32"])
             for bad in (0, -1, 1.5, True, "half", "0%", "101%", [32], float("nan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,18 +62,25 @@ class H2OScheduler(AsyncScheduler):
         Most are checked before (`vllm_h2o.plugin.requests`), but those that are made
         elsewhere are not, and what one of them says must not end the others.
         """
+        known = request.request_id in self.requests
+        if known and not request.resumable:
+            super().add_request(request)  # a streaming session says that it ends
+            return
         try:
             self._options_of(request)
         except ValueError as error:
             logger.error("Request %s ends at once: %s", request.request_id, error)
-            if request.request_id in self.requests:
-                # The next turn of a streaming session, which the session ends with.
-                self.grammar_compile_error_reqs.add(request.request_id)
-                return
+            request.sampling_params = params = copy.copy(request.sampling_params)
+            assert params is not None
+            params.extra_args = None
             # As if its grammar could not be compiled: vLLM ends such requests alone.
-            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-            refused = StructuredOutputRequest(_ANY_GRAMMAR, error)
-            request.structured_output_request = refused
+            if known:
+                # The session with this turn.
+                self.grammar_compile_error_reqs.add(request.request_id)
+            else:
+                request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+                refused = StructuredOutputRequest(_ANY_GRAMMAR, error)
+                request.structured_output_request = refused
         super().add_request(request)
 
     def _options_of(self, request: Request) -> RequestOptions:

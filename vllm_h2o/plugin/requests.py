@@ -30,7 +30,7 @@ def check_requests() -> None:
 
     process_inputs = InputProcessor.process_inputs
     if not hasattr(process_inputs, "checks_h2o"):
-        InputProcessor.process_inputs = _checking(process_inputs)
+        InputProcessor.process_inputs = _checking(process_inputs)  # type: ignore[method-assign]
 
 
 def _checking(process_inputs: Any) -> Any:

@@ -182,12 +182,12 @@ class H2OWorker(_Stock):
             return why or "there is no head profile, see the log"
         if profile.gate is None:
             return "the head profile in force has no gate"
-        size = next(iter(self._loaded_model().layers.values())).impl.head_size
-        has, needed = profile.gate["features"], num_features(size, size)
-        if has != needed:
+        sizes = {x.impl.head_size for x in self._loaded_model().layers.values()}
+        has, features = profile.gate["features"], [num_features(x, x) for x in sizes]
+        if features != [has]:
             return (
                 f"the gate of the head profile in force has {has} weights for a head, "
-                f"where this model needs {needed}"
+                f"where this model needs {features}"
             )
         option, tokens = longest_step(self.vllm_config)
         if tokens < ANSWERED_TOKENS:

@@ -78,13 +78,13 @@ class RequestOptions:
             raise _bad("observation_window", window, fix + "or 'all'") from None
         why = ""
         if self.is_full:
-            why = f"{KEY}_policy={FULL!r} keeps all tokens"
+            why = f"as {KEY}_policy={FULL!r} keeps all tokens"
         elif not config.keeps_heavy_set:
-            why = f"the engine's policy {config.policy!r} keeps recent tokens only"
+            why = f"as the engine's policy {config.policy!r} keeps recent ones only"
         elif config.prompt_score != ATTENTION:
             why = (
-                "the engine goes by a gate where it has one, unless it is started with "
-                "--h2o-prompt-score attention"
+                "it needs an engine that was started with --h2o-prompt-score "
+                "attention, or with an option that rules the gate out"
             )
         if why:
             raise _bad(
@@ -106,21 +106,25 @@ def _given(extra_args: Mapping[str, Any]) -> dict[str, Any]:
         together = {}
     if not isinstance(together, Mapping):
         fix = f'use a dictionary such as {{"policy": "full"}}, or {KEY}_policy'
-        raise ValueError(f"{KEY} is {together!r}: {fix}")
+        raise ValueError(f"{KEY} of this request is {_shown(together)}: {fix}")
     given = {str(name): value for name, value in together.items()}
     for name, value in extra_args.items():
         if not isinstance(name, str) or not name.startswith(KEY + "_"):
             continue
         option = name.removeprefix(KEY + "_")
         if option in given:
-            other = f"{KEY}: {{{option!r}: {given[option]!r}}}"
+            other = f"{KEY}: {{{option!r}: {_shown(given[option])}}}"
             raise _bad(option, value, f"{other} was given too, drop one of them")
         given[option] = value
     return given
 
 
 def _bad(option: str, value: Any, fix: str) -> ValueError:
-    # A value may be of any length, and an error is logged and sent.
+    name = _shown(f"{KEY}_{option}").strip("'")
+    return ValueError(f"{name} of this request is {_shown(value)}: {fix}")
+
+
+def _shown(value: Any) -> str:
+    """As Python writes it; not all of it, since errors are logged and sent."""
     shown = repr(value)
-    shown = shown if len(shown) <= 100 else shown[:97] + "..."
-    return ValueError(f"{KEY}_{option} of this request is {shown}: {fix}")
+    return shown if len(shown) <= 100 else shown[:97] + "..."
