@@ -29,6 +29,7 @@ from benchmarks.report import spread, write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import Job
 from benchmarks.workloads import SOTU, prompt_source
+from vllm_h2o.plugin.calibration import FEWEST_TOKENS
 
 ROOM, TOKENS = 64, 6
 """Tokens of a budget that is larger than the prompt by so many; tokens awaited."""
@@ -120,7 +121,7 @@ def turns(job: dict[str, Any]) -> list[dict[str, list[float]]]:
 
     model = job["model"] or str(ensure_model())
     prompt = prompt_source(SOTU, model, 0)[: job["length"]]
-    longest = job["length"] + 4 * ROOM
+    longest = max(job["length"] + 4 * ROOM, FEWEST_TOKENS)  # which a gate takes
     system = VllmSystem(
         Job(
             system=job["policy"],

@@ -16,6 +16,9 @@ What the decoding wrapper of kvpress 0.5.5 does is left as it is, though after t
 prompt ObservedAttention sees the probabilities of the last query only, SnapKV
 rotates its whole window to the position of its last query, and ExpectedAttention
 expects queries at positions right after its buffer instead of after the text.
+
+Layers that attend within a sliding window keep it, as in the engine: kvpress says so
+of Gemma 3, but sees only the variant with pictures.
 """
 
 from __future__ import annotations
@@ -83,7 +86,8 @@ class PressReader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.cache = DynamicCache()
+        self.cache = DynamicCache(config=model.config)
+        self._evicting = self.cache.is_sliding.index(False)
         self.position = 0
         self.held_tokens = 0
 
@@ -91,7 +95,7 @@ class PressReader:
         """Read at the logical positions, whatever the cache still holds."""
         positions = torch.arange(self.position, self.position + tokens.shape[1])
         if self.position:
-            held = self.cache.get_seq_length() + tokens.shape[1]
+            held = self.cache.get_seq_length(self._evicting) + tokens.shape[1]
             self.held_tokens = max(self.held_tokens, held)
         self.position += tokens.shape[1]
         return self.model(
@@ -101,6 +105,13 @@ class PressReader:
             cache_position=positions,
             logits_to_keep=1,
         ).logits[:, -1]
+
+
+def _leave_windows_alone(model: PreTrainedModel) -> None:
+    """Take a press's hooks off the layers that attend within a sliding window."""
+    for layer in model.model.layers:
+        if getattr(layer.self_attn, "is_sliding", False):
+            layer.self_attn._forward_hooks.clear()
 
 
 class PeerRunner:
@@ -212,6 +223,7 @@ class PeerRunner:
             return
         torch.manual_seed(self.seed)
         with self._wrapped(press, budget_tokens, prompt_tokens)(self.model):
+            _leave_windows_alone(self.model)
             yield PressReader(self.model)
 
     def _wrapped(

@@ -201,11 +201,16 @@ def test_a_gate_is_measured_where_the_cache_has_none(llama, cache, monkeypatch):
     with engine(llama, **(gated | {"h2o_budget": MAX_MODEL_LEN})) as llm:
         assert len(generate(llm, random_prompts(40), 4)[0]) == 4
     file.unlink()
-    for options, why in (
-        ({"max_num_batched_tokens": 256}, "--max-num-batched-tokens is 256"),
-        ({}, "the head profile in force has no gate"),
+    short = "--max-num-batched-tokens"
+    for options, why, fix in (
+        (
+            {"max_num_batched_tokens": 256},
+            f"{short} is 256",
+            f"{short} of at least 512",
+        ),
+        ({}, "the head profile in force has no gate", "'measure'"),
     ):
-        said = f"h2o_prompt_score.*{why}.*'attention'"
+        said = f"h2o_prompt_score.*{why}.*{fix}.*'attention'"
         with pytest.raises(ValueError, match=said), engine(llama, **(gated | options)):
             pass
 

@@ -12,6 +12,7 @@ from vllm_h2o.attention.ops import (
     ScoredLayer,
     attend_observed,
     observe,
+    score_by_gate,
     start,
     transition,
 )
@@ -102,18 +103,15 @@ def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
         config: The policy.
     """
     assert prompt.resident_blocks is not None
-    for layer in prompt.layers:
-        if (gate := layer.params.gate) is not None:
-            gate.fill(
-                layer.state["score"], layer.pages, prompt.dense_blocks,
-                prompt.plan.first_query,
-            )  # fmt: skip
+    first_query = prompt.plan.first_query
+    if config.gated:
+        score_by_gate(prompt.layers, prompt.dense_blocks, first_query)
     transition(
         prompt.layers,
         prompt.dense_blocks,
         prompt.resident_blocks,
         prompt.split(prompt.layers) if prompt.split else prompt.placement,
-        prompt.plan.first_query,
+        first_query,
         config,
     )
     prompt.layers.clear()

@@ -30,6 +30,7 @@ from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.plugin.calibration import (
     ANSWERED_TOKENS,
+    FEWEST_TOKENS,
     LoadedModel,
     longest_step,
     measure,
@@ -202,9 +203,13 @@ class H2OWorker(_Stock):
         if not config.gated or holds_longest(self.vllm_config, config):
             return
         if why := self._why_no_gate(config):
+            option, tokens = longest_step(self.vllm_config)
+            measured = f"h2o_head_budgets={MEASURE!r}"
+            if tokens < FEWEST_TOKENS:
+                measured += f" with {option} of at least {FEWEST_TOKENS}"
             raise ValueError(
                 f"h2o_prompt_score (--h2o-prompt-score) is {GATE!r}, but {why}: use "
-                f"h2o_head_budgets={MEASURE!r}, or h2o_prompt_score={ATTENTION!r}"
+                f"{measured}, or h2o_prompt_score={ATTENTION!r}"
             )
         assert profile is not None
         model = self._loaded_model()

@@ -9,11 +9,11 @@ from typing import Any
 
 from vllm_h2o.policy.config import ATTENTION, H2OConfig
 from vllm_h2o.policy.options import parse_window
+from vllm_h2o.policy.presets import FULL
 
 KEY = "h2o"
 """Of a request's `extra_args`, with a dictionary; also, with `_`, what the names of
 single options begin with, where a client can only send single values."""
-FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class RequestOptions:
             raise _bad("observation_window", window, fix + "or 'all'") from None
         why = ""
         if self.is_full:
-            why = f"as {KEY}_policy={FULL!r} keeps all tokens"
+            why = f"{KEY}_policy={FULL!r} keeps all tokens"
         elif not config.keeps_heavy_set:
-            why = f"as the engine's policy {config.policy!r} keeps recent ones only"
+            why = f"the engine's policy {config.policy!r} keeps recent ones only"
         elif config.prompt_score != ATTENTION:
             why = (
                 "it needs an engine that was started with --h2o-prompt-score "

@@ -1,5 +1,5 @@
 /* The CPU kernels: decode.h has those of resident rows and the layout of a page,
- * observe.h the one that scores prompts, choose.h the choice of what stays. */
+ * observe.h and gate.h those that score prompts, choose.h the choice of what stays. */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -31,6 +31,8 @@
 #define H2O_MEETING (H2O_ROWS > H2O_GROUP ? H2O_ROWS : H2O_GROUP + 1)
 /* Weight of the newest loss in the running threshold, see policy/merging.py. */
 #define H2O_NEWEST_SHARE 0.7f
+/* A key or value is no shorter, see policy/gate.py. */
+#define H2O_LEAST_NORM 1e-6f
 /* Weight of a page's highest keys beside its lowest, see policy/reading.py. */
 #define H2O_HIGHEST_SHARE 0.6f
 
@@ -86,6 +88,19 @@ typedef struct {
     int64_t first_position, first_scoring, num_threads;
     float scale, softcap, score_decay;
 } h2o_observe_args;
+
+/* Mirrored likewise: the dense pages of a request in one layer, and what says how much
+ * attention their tokens will get. The same request in all layers. */
+typedef struct {
+    const void *cache;     /* page of block 0 */
+    const int32_t *blocks; /* block of position p: [p / block_size] */
+    const float *weights;  /* [num_kv_heads][2 * head_size + 4] */
+    const void *angles;    /* [num_positions][rotary_dim] cosines, then sines */
+    float *scores;         /* [num_kv_heads][num_tokens] */
+    int64_t num_tokens, first_query, group, num_kv_heads, head_size, block_size;
+    int64_t page_stride, num_positions, rotary_dim; /* 0: keys are not rotated */
+    int64_t neox, unknown, floats, num_threads; /* floats: the angles are, not ELEMs */
+} h2o_gate_args;
 
 /* The slots of one KV head of one row. Its i-th page is in the resident block
  * column[i], offset[i] bytes from this layer's: another layer may lend it. */
@@ -171,6 +186,32 @@ static inline float h2o_exp(float x) {
     y = y * r * r + r + 1.0f;
     union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
     return y * power.f;
+}
+
+/* log(x) of normal x > 0, error below 2e-7 of it or of 1; vectorizes. The polynomial is
+ * that of Cephes' logf. */
+static inline float h2o_log(float x) {
+    union { float f; int32_t i; } bits = {x};
+    /* x = 2^n (1 + r) with 1 + r from sqrt(1/2) to sqrt(2). */
+    const int32_t n = (bits.i - 0x3F3504F3) >> 23;
+    bits.i -= n * (1 << 23);
+    const float r = bits.f - 1.0f, e = (float)n;
+    float y = 7.0376836292e-2f;
+    y = y * r - 1.1514610310e-1f;
+    y = y * r + 1.1676998740e-1f;
+    y = y * r - 1.2420140846e-1f;
+    y = y * r + 1.4249322787e-1f;
+    y = y * r - 1.6668057665e-1f;
+    y = y * r + 2.0000714765e-1f;
+    y = y * r - 2.4999993993e-1f;
+    y = y * r + 3.3333331174e-1f;
+    y = y * r * r * r + e * -2.12194440e-4f - 0.5f * r * r;
+    return r + y + e * 0.693359375f;
+}
+
+/* The length of a key or value to divide by; in full, since fmaxf does not vectorize. */
+static inline float h2o_at_least_a_norm(float x) {
+    return x > H2O_LEAST_NORM ? x : H2O_LEAST_NORM;
 }
 
 /* What tokens are compared by: the score, or its mean per query that saw it. */
@@ -284,6 +325,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define NAME h2o_decode_float32
 #define COMPRESS h2o_compress_float32
 #define OBSERVE h2o_observe_float32
+#define GATE h2o_gate_float32
 #define ELEM float
 #define TO_F32(x) (x)
 #define FROM_F32(x) (x)
@@ -292,11 +334,13 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define IN_ORDER(pair) ((void)(pair))
 #include "decode.h"
 #include "observe.h"
+#include "gate.h"
 #include "undefine.h"
 
 #define NAME h2o_decode_bfloat16
 #define COMPRESS h2o_compress_bfloat16
 #define OBSERVE h2o_observe_bfloat16
+#define GATE h2o_gate_bfloat16
 #define ELEM uint16_t
 #define TO_F32(x) h2o_bf16_to_f32(x)
 #define FROM_F32(x) h2o_f32_to_bf16(x)
@@ -305,12 +349,14 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define IN_ORDER(pair) h2o_in_order_bf16(pair)
 #include "decode.h"
 #include "observe.h"
+#include "gate.h"
 #include "undefine.h"
 
 #ifdef __FLT16_MANT_DIG__ /* gcc before 12 has no _Float16 on x86 */
 #define NAME h2o_decode_float16
 #define COMPRESS h2o_compress_float16
 #define OBSERVE h2o_observe_float16
+#define GATE h2o_gate_float16
 #define ELEM _Float16
 #define TO_F32(x) ((float)(x))
 #define FROM_F32(x) ((_Float16)(x))
@@ -319,5 +365,6 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define IN_ORDER(pair) ((void)(pair))
 #include "decode.h"
 #include "observe.h"
+#include "gate.h"
 #include "undefine.h"
 #endif

@@ -1,6 +1,7 @@
-/* Clears what decode.h and observe.h were included with, for the next type. */
+/* Clears what decode.h, observe.h and gate.h were included with, for the next type. */
 #undef COMPRESS
 #undef OBSERVE
+#undef GATE
 #undef FN
 #undef CAT
 #undef CAT_

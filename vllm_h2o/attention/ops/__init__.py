@@ -21,8 +21,8 @@ from vllm_h2o.policy.methods import State, starts_at_zero
 
 __all__ = [
     "KERNELS", "Chosen", "DecodeParams", "ResidentRows", "ScoredLayer",
-    "attend_observed", "decode_resident", "observe", "runs_reference", "start",
-    "transition",
+    "attend_observed", "decode_resident", "observe", "runs_reference",
+    "score_by_gate", "start", "transition",
 ]  # fmt: skip
 
 KERNELS = "VLLM_H2O_KERNELS"
@@ -121,6 +121,24 @@ def start(
     """
     if not starts_at_zero(params.method):  # which only the reference runs
         _kernel(pages.keys).start(pages, dense_blocks, first, end, state, params)
+
+
+def score_by_gate(
+    layers: Sequence[ScoredLayer], dense_blocks: torch.Tensor, first_query: int
+) -> None:
+    """Write the scores that a prompt's tokens are expected to get, of each layer.
+
+    The formula is that of `vllm_h2o.attention.gate`.
+
+    Args:
+        layers: Layers with a gate, of one prompt; the scores are written.
+        dense_blocks: `[>= cdiv(num_tokens, block_size)]` int32 blocks of the prompt.
+        first_query: Position of the first query that the expectation stands for.
+
+    Raises:
+        ValueError: A dtype or head size that no kernel has.
+    """
+    _kernel(layers[0].pages.keys).score_by_gate(layers, dense_blocks, first_query)
 
 
 def observe(

@@ -107,6 +107,16 @@ class _ObserveArgs(ctypes.Structure):
     )
 
 
+class _GateArgs(ctypes.Structure):
+    """Mirror of `h2o_gate_args` in decode.c."""
+
+    _fields_ = _fields(
+        "cache blocks weights angles scores",
+        "num_tokens first_query group num_kv_heads head_size block_size "
+        "page_stride num_positions rotary_dim neox unknown floats num_threads",
+    )
+
+
 _Kind = TypeVar("_Kind", _Args, _ObserveArgs)
 
 
@@ -267,10 +277,48 @@ def compress(
     _run(function, "compress", choice.args)
 
 
-def _run(function: Any, name: str, args: ctypes.Array[_TransitionArgs]) -> None:
+def _run(function: Any, name: str, args: ctypes.Array[Any]) -> None:
     """Call a kernel that takes the arguments of all layers."""
     if function(args, ctypes.c_int64(len(args))):
         raise MemoryError(f"the H2O {name} kernel could not allocate its scratch")
+
+
+def score_by_gate(
+    layers: Sequence[ScoredLayer], dense_blocks: torch.Tensor, first_query: int
+) -> None:
+    """See `vllm_h2o.attention.ops.score_by_gate`."""
+    assert dense_blocks.dtype == torch.int32 and dense_blocks.stride(0) == 1
+    all_args = (_GateArgs * len(layers))()
+    for args, layer in zip(all_args, layers, strict=True):
+        _set_gate_args(args, layer)
+        args.blocks, args.first_query = dense_blocks.data_ptr(), first_query
+        args.num_threads = torch.get_num_threads()
+    _run(_function("gate", layers[0].pages.keys.dtype), "gate", all_args)
+
+
+def _set_gate_args(args: _GateArgs, layer: ScoredLayer) -> None:
+    """What is the layer's of them."""
+    pages, gate, scores = layer.pages, layer.params.gate, layer.state["score"]
+    _, args.num_kv_heads, args.head_size, args.block_size = pages.keys.shape
+    args.cache, args.page_stride = pages.keys.data_ptr(), pages.page_stride
+    args.num_tokens = scores.shape[1]
+    assert scores.shape[0] == args.num_kv_heads
+    assert scores.dtype == torch.float32 and scores.is_contiguous()
+    args.scores = scores.data_ptr()
+    assert gate is not None and gate.weights.is_contiguous()
+    assert gate.weights.shape == (args.num_kv_heads, 2 * args.head_size + 4)
+    args.weights, args.group = gate.weights.data_ptr(), gate.group
+    if gate.rotation is None:
+        return
+    angles = gate.rotation.angles
+    args.unknown = angles is None or len(angles) < args.num_tokens
+    if angles is None or args.unknown:
+        return
+    args.floats = angles.dtype == torch.float32
+    assert args.floats or angles.dtype == pages.keys.dtype
+    assert angles.is_contiguous()
+    args.angles, args.neox = angles.data_ptr(), gate.rotation.neox
+    args.num_positions, args.rotary_dim = angles.shape
 
 
 def observe(

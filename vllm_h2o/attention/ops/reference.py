@@ -235,6 +235,16 @@ def start(
             state[name][:, positions] = mine
 
 
+def score_by_gate(
+    layers: Sequence[ScoredLayer], dense_blocks: torch.Tensor, first_query: int
+) -> None:
+    """See `vllm_h2o.attention.ops.score_by_gate`."""
+    for layer in layers:
+        gate = layer.params.gate
+        assert gate is not None
+        gate.fill(layer.state["score"], layer.pages, dense_blocks, first_query)
+
+
 def observe(
     query: torch.Tensor,
     pages: Pages,
