@@ -19,8 +19,8 @@ from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 
 DEVICE = torch.device("meta")
-DECODES = {"a": RowPlan(40, 1, 33, 0), "b": RowPlan(200, 1, 64, 0)}
-PROMPT = {"c": RowPlan(32, 1, 33, 0), "d": RowPlan(0, 5, 90, 26)}
+DECODES = {"a": RowPlan(40, 1, 33, 0, 64), "b": RowPlan(200, 1, 64, 0, 64)}
+PROMPT = {"c": RowPlan(32, 1, 33, 0, 64), "d": RowPlan(0, 5, 90, 26, 64)}
 
 
 def make_builder(**policy):

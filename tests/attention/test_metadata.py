@@ -18,13 +18,13 @@ from vllm_h2o.core.spec import H2OAttentionSpec
 
 WINDOW, BUDGET = 20, 64
 ROWS = {
-    "old": RowPlan(150, 1, 100, 80),
-    "chunk": RowPlan(0, 30, 90, 70),
-    "ends": RowPlan(80, 16, 96, 76),
-    "read": RowPlan(20, 50, 70, 50),
-    "fits": RowPlan(0, 12, 12, BUDGET),
-    "whole": RowPlan(40, 1, 30, BUDGET),
-    "fills": RowPlan(BUDGET, 1, 10, 0),
+    "old": RowPlan(150, 1, 100, 80, BUDGET),
+    "chunk": RowPlan(0, 30, 90, 70, BUDGET),
+    "ends": RowPlan(80, 16, 96, 76, BUDGET),
+    "read": RowPlan(20, 50, 70, 50, BUDGET),
+    "fits": RowPlan(0, 12, 12, BUDGET, BUDGET),
+    "whole": RowPlan(40, 1, 30, BUDGET, BUDGET),
+    "fills": RowPlan(BUDGET, 1, 10, 0, BUDGET),
 }
 
 

@@ -140,7 +140,7 @@ def layers(request, engine, launched):
 def test_decode(engine, layers, launched, padding):
     """Also in a step in which heads part ways."""
     builder, _ = engine
-    rows = {**DECODES, "fills": RowPlan(64, 1, 33, 0)}
+    rows = {**DECODES, "fills": RowPlan(64, 1, 33, 0, 64)}
     metadata, _ = build(builder, rows, padding, guard=no_waiting)
     with no_waiting():
         forward(layers, metadata, len(rows) + padding)

@@ -5,9 +5,15 @@ import torch
 
 from tests.attention.test_decode import make_cache
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, PlacementTable, RequestPlacements
+from vllm_h2o.attention.placements import (
+    ALIKE,
+    BudgetPlacements,
+    PlacementTable,
+    RequestPlacements,
+)
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Queries
+from vllm_h2o.policy.placement import Placement
 from vllm_h2o.policy.presets import PRESETS
 
 NUM_LAYERS, NUM_HEADS, BLOCK, BUDGET_BLOCKS, LONGEST = 3, 2, 16, 4, 20
@@ -26,7 +32,7 @@ def requests():
     return RequestPlacements(table, CONFIG, layout)
 
 
-def split(requests, name, num_tokens=300):
+def split(requests, name, num_tokens=300, budget=BUDGET_BLOCKS * BLOCK):
     """Blocks of the layers' first heads, where the first layer is preferred by far."""
     states = [
         {
@@ -37,7 +43,8 @@ def split(requests, name, num_tokens=300):
         for square in (1.0, 1e-9, 1e-9)
     ]
     first = max(num_tokens - 32, 0)
-    requests.split(name, states, Queries(torch.arange(num_tokens), first, num_tokens))
+    queries = Queries(torch.arange(num_tokens), first, num_tokens)
+    requests.split(name, states, queries, budget)
     table, index = requests.table, requests.index(name)
     layouts = table.placement(index).layouts
     blocks = [layer[0].budget_blocks for layer in layouts]
@@ -58,15 +65,56 @@ def test_the_running_have_places_and_those_that_are_gone_make_room(requests):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "blocks"),
+    ("num_tokens", "budget", "blocks"),
     [
-        (300, [10, 1, 1]),
+        (300, 64, [10, 1, 1]),
+        # A request with a budget of its own splits that.
+        (300, 32, [4, 1, 1]),
         # No more than the prompt has,
-        (100, [7, 3, 2]),
+        (100, 64, [7, 3, 2]),
+        (40, 32, [3, 2, 1]),
         # unless it is within the budget, which generated tokens fill.
-        (64, [10, 1, 1]),
-        (16, [10, 1, 1]),
+        (64, 64, [10, 1, 1]),
+        (16, 64, [10, 1, 1]),
+        (32, 32, [4, 1, 1]),
     ],
 )
-def test_a_head_gets_no_more_than_it_can_keep(requests, num_tokens, blocks):
-    assert split(requests, "a", num_tokens) == blocks
+def test_a_head_gets_no_more_than_it_can_keep(requests, num_tokens, budget, blocks):
+    assert split(requests, "a", num_tokens, budget) == blocks
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_budgets_have_places_next_to_each_other(requests, by_head):
+    """As many as requests that can be in one step; the one unused for longest goes."""
+    layout = requests.layout
+
+    def by_profile(own):
+        n = own.budget_blocks
+        return Placement.of_blocks(
+            [[n - 1] * 2, [n + 1] * 2, [n] * 2], n, CONFIG, BLOCK
+        )
+
+    made = []
+    split = (
+        (lambda own: made.append(own.budget) or by_profile(own)) if by_head else None
+    )
+    end = BudgetPlacements.indices(layout, max_requests=2)
+    assert end == 6 and BudgetPlacements.indices(layout, max_requests=1) == 4
+    layers = requests.table.layers
+    table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, end)
+    budgets = BudgetPlacements(table, CONFIG, layout, 4, split)
+    assert budgets.alike(layout.budget) == ALIKE and not made
+    for budget in (32, 48, 48, 32):  # there is room for one
+        assert budgets.alike(budget) == 2
+        sizes = table.sizes[:, 2, :, 0]
+        assert (sizes == budget).all()
+        assert table.placement(2).budget == budget
+        assert (table.columns[:, 2, :, : budget // BLOCK].diff() == 1).all()
+        assert not table.offsets[:, 2].any()
+        if by_head:
+            wanted = [budget - BLOCK, budget + BLOCK, budget]
+            assert table.sizes[:, 3, 0, 0].tolist() == wanted
+    assert made == ([32, 48, 32] if by_head else [])
+    both = BudgetPlacements(table, CONFIG, layout, end, split)
+    assert {both.alike(32), both.alike(48)} == {2, 4}
+    assert both.alike(32) != both.alike(48)

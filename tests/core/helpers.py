@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import deque
 from typing import Any
 
@@ -57,7 +58,7 @@ def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -
 
 def plan_of(rows: dict[str, RowPlan]) -> ResidencyPlan:
     """The plan of a step with these rows."""
-    counts = np.array(list(rows.values()), dtype=np.int64).reshape(-1, 4)
+    counts = np.array(list(rows.values()), dtype=np.int64).reshape(-1, 5)
     return ResidencyPlan(list(rows), counts.T)
 
 
@@ -75,6 +76,13 @@ def wishes_of(request: Request) -> dict[str, Any]:
 def is_full(request: Request) -> bool:
     """Whether a request asks to keep all of its tokens."""
     return wishes_of(request).get("policy") == "full"
+
+
+def part_of(asked: int | str, most: int) -> int:
+    """Tokens that a budget stands for, in a request of at most so many."""
+    if isinstance(asked, int):
+        return asked
+    return math.ceil(most * float(asked.rstrip("%")) / 100)
 
 
 class Driver:
@@ -148,6 +156,13 @@ class Driver:
         )
         return name
 
+    def budget_of(self, request: Request) -> int:
+        """Slots of a request: what it asks for in whole blocks, two at least."""
+        most = min(request.num_prompt_tokens + request.max_tokens, MAX_MODEL_LEN)
+        asked = part_of(wishes_of(request).get("budget", self.budget), most)
+        blocks = max(2, -(-asked // BLOCK_SIZE))
+        return min(blocks * BLOCK_SIZE, self.manager.budget)
+
     def schedule(self) -> Any:
         """Schedule a step and leave it in flight."""
         output = self.scheduler.schedule()
@@ -210,13 +225,14 @@ class Driver:
         computed = request.num_computed_tokens
         if manager.is_kept_whole(name):
             most = request.num_prompt_tokens + request.max_tokens
-            assert is_full(request) or most <= max(self.budget, end + 1)
+            assert is_full(request) or most <= max(self.budget_of(request), end + 1)
             assert len(blocks) == -(-computed // BLOCK_SIZE)
             return
         assert manager.is_resident(name) == (computed >= end)
         if computed >= end:
             resident = blocks[manager.dense_columns :]
-            assert len(resident) == -(-min(computed, self.budget) // BLOCK_SIZE)
+            held = min(computed, self.budget_of(request))
+            assert len(resident) == -(-held // BLOCK_SIZE)
         # Nothing is published past the prompt, of windowed layers neither.
         for group in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
             for block in group.req_to_blocks[name][end // BLOCK_SIZE :]:
@@ -242,8 +258,10 @@ class Driver:
                 asked = wishes_of(request).get("observation_window", self.window)
                 first_query = max(0, end - (end if asked == "all" else int(asked)))
                 # Within the budget, or at an end with the first token.
-                if most <= max(self.budget, end + 1):
-                    first_query = max(self.budget, end)
+                budget = self.budget_of(request)
+                assert row.budget == budget
+                if most <= max(budget, end + 1):
+                    first_query = max(budget, end)
                 assert row.first_query == first_query
                 limit = request.num_tokens - 1
                 if not self.gated:

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.engine import FinishReason
 
-from tests.core.helpers import BLOCK_SIZE, Driver
+from tests.core.helpers import BLOCK_SIZE, Driver, part_of
 
 # The longest request and its residents fit; three of them do not.
 SMALL_POOL = 36
@@ -28,6 +28,8 @@ class Lives(RuleBasedStateMachine):
     wishes = st.sampled_from(
         [{}, {"policy": "full"}, {"observation_window": 5}, {"policy": "h2o"}]
         + [{"observation_window": "all"}, {}]
+        + [{"budget": 32}, {"budget": 17, "observation_window": 3}]
+        + [{"budget": "10%"}, {"budget": "25%"}, {"budget": "60%"}]
     )
 
     @initialize(
@@ -42,7 +44,9 @@ class Lives(RuleBasedStateMachine):
             self.hybrid,
             self.policy,
         )
+        self.budget = budget
         self.alive: list[str] = []
+        self.refused: list[str] = []
 
     @rule(
         family=st.integers(0, 2),
@@ -55,7 +59,11 @@ class Lives(RuleBasedStateMachine):
         # Prompts of a family share their first blocks.
         prompt = [family * 1000 + i for i in range(length)] + [7 + tail] * tail
         wishes = data.draw(self.wishes)
-        self.alive.append(self.driver.add(prompt, max_tokens, **wishes))
+        name = self.driver.add(prompt, max_tokens, **wishes)
+        if part_of(wishes.get("budget", 0), len(prompt) + max_tokens) > self.budget:
+            self.refused.append(name)
+        else:
+            self.alive.append(name)
 
     @rule()
     def schedule(self):
@@ -95,6 +103,8 @@ class Lives(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.driver.drain()
             self.driver.assert_pool_whole()
+            for name in self.refused:
+                assert self.driver.finished[name] == FinishReason.ERROR
 
 
 class AsyncLives(Lives):
@@ -119,7 +129,7 @@ class GatedLives(Lives):
     """No prompt query scores, and every hit is taken."""
 
     policy = "gate"
-    wishes = st.sampled_from([{}, {"policy": "full"}])
+    wishes = st.sampled_from([{}, {"policy": "full"}, {"budget": 32}, {"budget": "9%"}])
 
 
 @pytest.mark.parametrize(
@@ -245,6 +255,38 @@ def test_a_preempted_full_request_stays_full():
     driver.drain()
     assert len(driver.outputs[name]) == 40
     assert driver.scheduler.h2o_stats.transitions == 0
+    driver.assert_pool_whole()
+
+
+def test_a_budget_of_its_own_leaves_the_rest_to_others():
+    """In blocks, to the end, also after a preemption; counted as evicted."""
+    driver = Driver(64, budget=96, chunk=200)
+    small = driver.add(list(range(100, 200)), 40, budget=20)
+    plain = driver.add(list(range(300, 400)), 40)
+    for _ in range(20):
+        driver.schedule()
+        driver.process()
+    held = driver.pool.num_gpu_blocks - 1 - driver.pool.get_num_free_blocks()
+    assert held == (32 + 96) // BLOCK_SIZE
+    evicted = [100 + 19 - budget for budget in (32, 96)]
+    assert driver.scheduler.h2o_stats.tokens_evicted == sum(evicted)
+    driver.preempt_all()
+    rows = driver.schedule().h2o_plan.rows
+    assert [rows[name].budget for name in (small, plain)] == [32, 96]
+    driver.drain()
+    driver.assert_pool_whole()
+
+
+def test_a_share_of_a_session_is_of_what_it_has_by_now():
+    """And cut to the engine's budget, when nobody can be told any more."""
+    driver = Driver(64, budget=64, chunk=200)
+    for turn, budget in enumerate((32, 48, 64)):
+        tokens = list(range(100 * turn, 100 * turn + 60))
+        driver.add(tokens, 20, session="chat", budget="30%")
+        row = driver.schedule().h2o_plan.rows["chat"]
+        assert row.budget == budget
+        driver.drain()
+    driver.abort("chat")
     driver.assert_pool_whole()
 
 

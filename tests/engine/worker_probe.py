@@ -12,7 +12,7 @@ import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import OWN
+from vllm_h2o.attention.placements import ALIKE
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.settings import parse_settings
 from vllm_h2o.policy.layout import first_observer
@@ -66,7 +66,7 @@ class WorkerProbe:
 
     def probe_watch(self) -> None:
         """Remember every request's resident blocks from now on."""
-        self._rows: dict[str, tuple[torch.Tensor, int]] = {}
+        self._rows: dict[str, tuple[torch.Tensor, int, int]] = {}
         self._own: dict[str, Placement] = {}
         for builder in self._builders():
             if not hasattr(builder, "watched"):
@@ -85,20 +85,22 @@ class WorkerProbe:
                     blocks = common.block_table_tensor[
                         i, first : first + builder.layout.budget_blocks
                     ]
-                    self._rows[request_id] = (blocks.clone().long(), end)
-                    self._note_placement(request_id)
+                    self._rows[request_id] = blocks.clone().long(), end, row.budget
+                    self._note_placement(builder, request_id, row.budget)
             return build(common_prefix_len, common, fast_build)
 
         return watched
 
-    def _note_placement(self, request_id: str) -> None:
+    def _note_placement(
+        self, builder: H2OMetadataBuilder, request_id: str, budget: int
+    ) -> None:
         """That which it has once it fills its budget, if there are any."""
         own, part = self._step.own, next(iter(self._layers().values())).impl.placements
         if own is not None:
             if own.has(request_id):
                 self._own[request_id] = own.table.placement(own.index(request_id))
-        elif part is not None:
-            self._own[request_id] = part.table.placement(OWN)
+        elif (index := builder._filled(request_id, budget)) != ALIKE:
+            self._own[request_id] = part.table.placement(index)
 
     def probe_survivors(self) -> dict[str, list[list[list[int]]]]:
         """Sorted positions by layer and KV head, of every watched request.
@@ -121,16 +123,18 @@ class WorkerProbe:
     def _by_head(self, look: Callable[[list[_Slot]], Any]) -> dict[str, Any]:
         self._step.settle()  # what the next step would begin with
         return {
-            request_id: [
+            name: [
                 [
                     look(
-                        _held(layer.impl, blocks, end, head, self._own.get(request_id))
+                        _held(
+                            layer.impl, blocks, end, head, budget, self._own.get(name)
+                        )
                     )
                     for head in range(layer.impl._pages.keys.shape[1])
                 ]
                 for layer in self._layers().values()
             ]
-            for request_id, (blocks, end) in self._rows.items()
+            for name, (blocks, end, budget) in self._rows.items()
         }
 
     def probe_checksums(self, block_ids: list[int]) -> list[str]:
@@ -152,12 +156,17 @@ _Slot = tuple[Pages, tuple[int, int, int]]
 
 
 def _held(
-    impl: Any, blocks: torch.Tensor, end: int, head: int, own: Placement | None
+    impl: Any,
+    blocks: torch.Tensor,
+    end: int,
+    head: int,
+    budget: int,
+    own: Placement | None,
 ) -> list[_Slot]:
-    """Where a KV head holds tokens of a request of `end` tokens."""
+    """Where a KV head holds tokens of a request of `end` tokens and such a budget."""
     layout, pages, part = impl._params.layout, impl._pages, impl.placements
     places = [(pages, int(block)) for block in blocks]
-    if own is not None and end > layout.budget:
+    if own is not None and end > budget:
         layout = own.layouts[part.layer][head]
         pages_of_head = own.pages[part.layer][head]
         places = [(part.layers[p.layer], blocks[p.column]) for p in pages_of_head]

@@ -244,7 +244,9 @@ def test_wrapping_twice_is_wrapping_once():
     runner.follow(stock, step, is_v2=False)
     assert stock._determine_batch_execution_and_padding is wrapped
     assert wrapped() == {}
-    step.begin(plan_of({"a": RowPlan(9, 1, 9, 0), "b": RowPlan(3, 1, 9, 0)}), [])
+    step.begin(
+        plan_of({"a": RowPlan(9, 1, 9, 0, 64), "b": RowPlan(3, 1, 9, 0, 64)}), []
+    )
     assert wrapped() == {"force_uniform_decode": False}
-    step.begin(plan_of({"a": RowPlan(9, 1, 9, 0)}), [])
+    step.begin(plan_of({"a": RowPlan(9, 1, 9, 0, 64)}), [])
     assert wrapped() == {}

@@ -1,10 +1,21 @@
 """What one request may ask for."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.presets import PRESETS
-from vllm_h2o.policy.request import DEFAULTS, RequestOptions
+from vllm_h2o.policy.request import DEFAULTS, RequestLimits, RequestOptions
+
+BLOCK, BUDGET, MOST = 32, 256, 800
+
+
+def limits_of(config, device="cpu", budget=BUDGET):
+    """Of an engine with blocks of 32."""
+    layout = SlotLayout.of_blocks(config, BLOCK, budget // BLOCK)
+    return RequestLimits.of(config, layout, device)
 
 
 @pytest.mark.parametrize(
@@ -18,20 +29,31 @@ from vllm_h2o.policy.request import DEFAULTS, RequestOptions
         ({"h2o_policy": "full"}, RequestOptions("full")),
         ({"h2o": {"policy": "h2o"}}, RequestOptions("h2o")),
         ({"h2o": {"policy": None}}, DEFAULTS),
-        ({"h2o_observation_window": 64}, RequestOptions(None, 64)),
-        ({"h2o_observation_window": 64.0}, RequestOptions(None, 64)),
-        ({"h2o_observation_window": "64"}, RequestOptions(None, 64)),
-        ({"h2o": {"observation_window": "20 %"}}, RequestOptions(None, "20%")),
-        ({"h2o": {"observation_window": "ALL"}}, RequestOptions(None, "all")),
+        ({"h2o_observation_window": 64}, RequestOptions(observation_window=64)),
+        ({"h2o_observation_window": 64.0}, RequestOptions(observation_window=64)),
+        ({"h2o_observation_window": "64"}, RequestOptions(observation_window=64)),
+        (
+            {"h2o": {"observation_window": "20 %"}},
+            RequestOptions(observation_window="20%"),
+        ),
+        (
+            {"h2o": {"observation_window": "ALL"}},
+            RequestOptions(observation_window="all"),
+        ),
+        ({"h2o_budget": 33}, RequestOptions(budget=33)),
+        ({"h2o_budget": 64.0}, RequestOptions(budget=64)),
+        ({"h2o_budget": "256"}, RequestOptions(budget=256)),
+        ({"h2o": {"budget": "25 %"}}, RequestOptions(budget="25%")),
+        ({"h2o": {"budget": "0.1%"}}, RequestOptions(budget="0.1%")),
         (
             {"h2o": {"policy": "h2o"}, "h2o_observation_window": 8},
-            RequestOptions("h2o", 8),
+            RequestOptions("h2o", observation_window=8),
         ),
     ],
 )
 def test_is_read(extra_args, expected):
-    config = H2OConfig(prompt_score="attention")
-    assert RequestOptions.parse(extra_args, config) == expected
+    limits = limits_of(H2OConfig(prompt_score="attention"))
+    assert RequestOptions.parse(extra_args, limits, MOST) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,7 +66,7 @@ def test_is_read(extra_args, expected):
         ),
         ("h2o", {"h2o": ["full"]}, ["h2o of this request is ['full']", "dictionary"]),
         ("h2o", {"h2o_policies": "full"}, ["h2o_policies", "'full'", "use h2o_policy"]),
-        ("h2o", {"h2o_": 1}, ["h2o_ of", "h2o_policy or h2o_observation_window"]),
+        ("h2o", {"h2o_": 1}, ["h2o_ of", "h2o_policy or h2o_budget or h2o_obs"]),
         ("h2o", {"h2o": {3: 1}}, ["h2o_3", "h2o_policy"]),
         ("h2o", {"h2o_policy": "tova"}, ["'tova'", "'full'", "'h2o'"]),
         ("tova", {"h2o_policy": "h2o"}, ["'h2o'", "'full'", "'tova'"]),
@@ -59,6 +81,19 @@ def test_is_read(extra_args, expected):
             for bad in (0, -1, 1.5, True, "half", "0%", "101%", [32], float("nan"))
         ),
         ("h2o", {"h2o_observation_window": 10**400}, ["1000", "such as 32"]),
+        *(
+            ("h2o", {"h2o_budget": bad}, [repr(bad), "such as 512", "'20%'"])
+            for bad in (0, -1, 64.5, True, "half", "0%", "101%", [64], float("nan"))
+        ),
+        ("h2o", {"h2o_budget": 10**400}, ["1000", "use 256 or less"]),
+        ("h2o", {"h2o_budget": 257}, ["257", "--h2o-budget", "use 256 or less"]),
+        ("h2o", {"h2o_budget": "33%"}, ["264 of its 800 tokens", "use 256 or less"]),
+        ("h2o", {"h2o_budget": 32}, ["32", "2 blocks of 32", "use 33 or more"]),
+        (
+            "h2o",
+            {"h2o": {"policy": "full", "budget": 64}},
+            ["h2o_budget", "64", "h2o_policy='full'", "leave it out"],
+        ),
         (
             "h2o",
             {"h2o": {"policy": "full", "observation_window": 8}},
@@ -86,6 +121,50 @@ def test_is_read(extra_args, expected):
 )
 def test_is_refused(policy, extra_args, said):
     with pytest.raises(ValueError) as error:
-        RequestOptions.parse(extra_args, PRESETS[policy])
+        RequestOptions.parse(extra_args, limits_of(PRESETS[policy]), MOST)
     assert all(part in str(error.value) for part in said), error.value
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "options, device, why",
+    [
+        ({}, "cuda", "on CPU only, not on cuda"),
+        ({"eviction_unit": "block", "head_budgets": "uniform"}, "cpu", "unit block"),
+    ],
+)
+def test_where_all_have_the_engines_budget(options, device, why):
+    limits = limits_of(H2OConfig(prompt_score="attention", **options), device)
+    with pytest.raises(ValueError, match=f"h2o_budget.*64.*{why}.*leave it out"):
+        RequestOptions.parse({"h2o_budget": 64}, limits, MOST)
+    assert RequestOptions.parse({"h2o_policy": "full"}, limits, MOST).is_full
+
+
+@pytest.mark.parametrize(
+    "asked, most, slots",
+    [
+        (None, 10, 256),
+        (33, 10, 64),
+        (64, 10**6, 64),
+        (65, 10, 96),
+        ("25%", 512, 128),
+        ("25%", 513, 160),
+        # Two blocks at least; of what a session has by now, at most the engine's.
+        ("1%", 100, 64),
+        ("90%", 1000, 256),
+    ],
+)
+def test_a_budget_is_whole_blocks(asked, most, slots):
+    assert limits_of(PRESETS["h2o"]).budget_of(asked, most) == slots
+
+
+@pytest.mark.parametrize("policy, fewest", [("h2o", 3), ("streaming", 2)])
+def test_a_budget_holds_the_sinks(policy, fewest):
+    config = replace(PRESETS[policy], sinks=40)
+    limits = limits_of(config)
+    assert limits.fewest_blocks == fewest
+    assert SlotLayout.of_blocks(config, BLOCK, fewest).heavy_slots >= 40
+    least = (fewest - 1) * BLOCK
+    with pytest.raises(ValueError, match=f"{fewest} blocks of 32, use {least + 1} or"):
+        RequestOptions.parse({"h2o_budget": least}, limits, MOST)
+    assert RequestOptions.parse({"h2o_budget": least + 1}, limits, MOST).budget

@@ -68,7 +68,7 @@ def budgets(
     if profile is None:
         return layout.budget, layout.budget
     longest = cdiv(max_model_len, block_size)
-    blocks = _blocks(profile, config, layout, longest)
+    blocks = _blocks(profile, config, layout, longest, longest)
     return layout.budget, max(layout.budget, block_size * max(map(max, blocks)))
 
 
@@ -77,6 +77,7 @@ def placement_of(
     config: H2OConfig,
     layout: SlotLayout,
     max_blocks: int,
+    most_blocks: int,
     kv_heads: slice,
 ) -> Placement:
     """How requests split their slots over the layers that evict.
@@ -86,15 +87,20 @@ def placement_of(
         config: The policy.
         layout: The slots of a head on average.
         max_blocks: Blocks of the longest sequence.
+        most_blocks: No head gets more.
         kv_heads: This rank's of the model's KV heads.
     """
-    blocks = _blocks(profile, config, layout, max_blocks)
+    blocks = _blocks(profile, config, layout, max_blocks, most_blocks)
     own = [layer[kv_heads] for layer in blocks]
     return Placement.of_blocks(own, layout.budget_blocks, config, layout.block_size)
 
 
 def _blocks(
-    profile: HeadProfile, config: H2OConfig, layout: SlotLayout, max_blocks: int
+    profile: HeadProfile,
+    config: H2OConfig,
+    layout: SlotLayout,
+    max_blocks: int,
+    most_blocks: int,
 ) -> list[list[int]]:
     """`[num_layers][num_kv_heads]` blocks; see `placement_of` for the arguments."""
     longest = max_blocks * layout.block_size
@@ -102,7 +108,7 @@ def _blocks(
     curves = json.dumps([profile.grid_tokens, profile.errors])
     fewest = SlotLayout.fewest_blocks(config, layout.block_size)
     return _allocated(
-        curves, layout.block_size, layout.budget_blocks, max_blocks, fewest
+        curves, layout.block_size, layout.budget_blocks, most_blocks, fewest
     )
 
 

@@ -14,7 +14,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, transition
-from vllm_h2o.attention.placements import ALIKE, OWN, RequestPlacements
+from vllm_h2o.attention.placements import (
+    ALIKE,
+    OWN,
+    BudgetPlacements,
+    RequestPlacements,
+)
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
@@ -179,6 +184,7 @@ class H2OMetadataBuilder(_Stock):
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.layout
         self.parting: Sequence[Any] = ()
+        self._budgets: BudgetPlacements | None = None
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -194,16 +200,23 @@ class H2OMetadataBuilder(_Stock):
         """What the platform's decode kernels need beside their rows."""
         return None
 
-    def bind(self, step: StepRows, parting: Sequence[Any] = ()) -> None:
+    def bind(
+        self,
+        step: StepRows,
+        parting: Sequence[Any] = (),
+        budgets: BudgetPlacements | None = None,
+    ) -> None:
         """Connect the builder to the worker's steps.
 
         Args:
             step: The steps.
             parting: Layers, vLLM's `Attention` modules, whose heads part ways once
-                a request fills the budget; none where all heads have the same.
+                a request fills its budget; none where all heads have the same.
+            budgets: Where requests with budgets of their own are; None: all have the
+                engine's.
         """
         assert self.compresses
-        self.step, self.parting = step, parting
+        self.step, self.parting, self._budgets = step, parting, budgets
         self._views.clear()
 
     def build(
@@ -320,26 +333,35 @@ class H2OMetadataBuilder(_Stock):
                 self._positions[:num_rows],
                 self._first_queries[:num_rows],
                 self._scratch,
-                self._placements[:num_rows] if self.parting else None,
+                self._placements[:num_rows] if self.parting or self._budgets else None,
             )
         return self._views[num_rows]
 
-    def _own_placement(self, request_id: str) -> int:
+    def _alike(self, budget: int) -> int:
+        """Index of the placement of a request that does not fill its budget yet."""
+        return self._budgets.alike(budget) if self._budgets else ALIKE
+
+    def _filled(self, request_id: str, budget: int) -> int:
         """Index of the placement that a request has once it fills its budget."""
-        assert self.parting and self.step is not None
-        return self.step.own.index(request_id) if self.step.own else OWN
+        if not self.parting:
+            return self._alike(budget)
+        assert self.step is not None
+        if self.step.own:
+            return self.step.own.index(request_id)
+        return self._alike(budget) + OWN
 
     def _placements_of(self, rows: ResidencyPlan) -> np.ndarray:
         """`[num_rows]` index of each row's placement.
 
         Below the budget slot(p) is p, in pages of the head's own, whatever the split.
         """
-        filled = rows.num_computed_tokens >= self.layout.budget
-        if self.step is None or self.step.own is None:
-            return np.where(filled, OWN if self.parting else ALIKE, ALIKE)
-        placements = np.full(len(filled), ALIKE)
-        for i in np.flatnonzero(filled).tolist():
-            placements[i] = self._own_placement(rows.request_ids[i])
+        filled = rows.num_computed_tokens >= rows.budgets
+        placements = np.where(filled, OWN if self.parting else ALIKE, ALIKE)
+        for i in np.flatnonzero(rows.budgets != self.layout.budget).tolist():
+            placements[i] += self._alike(int(rows.budgets[i]))
+        if self.step is not None and self.step.own is not None:
+            for i in np.flatnonzero(filled).tolist():
+                placements[i] = self.step.own.index(rows.request_ids[i])
         return placements
 
     def _part_ways(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
@@ -352,16 +374,19 @@ class H2OMetadataBuilder(_Stock):
         if not self.parting:
             return
         first = self.spec.dense_columns
-        filled = rows.decodes & (rows.num_computed_tokens == self.layout.budget)
+        filled = rows.decodes & (rows.num_computed_tokens == rows.budgets)
         for i in np.flatnonzero(filled).tolist():
-            blocks = common.block_table_tensor[i, first:][: self.layout.budget_blocks]
+            row = rows.row(i)
+            used = row.budget // self.spec.block_size
+            blocks = common.block_table_tensor[i, first : first + used]
             layers = [
                 layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
                 for layer in self.parting
             ]
-            first_query = rows.row(i).first_query
-            placement = self._own_placement(rows.request_ids[i])
-            transition(layers, blocks, blocks, placement, first_query, self.spec.h2o)
+            placement = self._filled(rows.request_ids[i], row.budget)
+            transition(
+                layers, blocks, blocks, placement, row.first_query, self.spec.h2o
+            )
 
     def _attends(self, common: CommonAttentionMetadata, row: RowPlan) -> bool:
         """Whether our kernel, which is causal, attends in this step of a prompt."""
@@ -384,16 +409,17 @@ class H2OMetadataBuilder(_Stock):
             table = common.block_table_tensor[i]
             resident = None
             if row.is_transition:
-                used = cdiv(min(end, self.layout.budget), size)
+                used = cdiv(min(end, row.budget), size)
                 resident = table[first_column : first_column + used]
-            fills = row.prefill_end > self.layout.budget
             observed.append(
                 ObservedPrompt(
                     tokens=slice(starts[i], starts[i + 1]),
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
-                    placement=OWN if self.parting and fills else ALIKE,
+                    placement=ALIKE
+                    if self.step.own  # see `split`
+                    else self._placement(rows.request_ids[i], row),
                     attends=self._attends(common, row),
                     partial=self.step.partial_states(rows.request_ids[i]),
                     later=self.step.later.setdefault(rows.request_ids[i], []),
@@ -404,14 +430,20 @@ class H2OMetadataBuilder(_Stock):
             )
         return observed
 
+    def _placement(self, request_id: str, row: RowPlan) -> int:
+        """Index of the placement that a prompt's transition is to."""
+        if row.prefill_end <= row.budget:
+            return self._alike(row.budget)
+        return self._filled(request_id, row.budget)
+
     def _split(self, request_id: str, row: RowPlan, layers: list[ScoredLayer]) -> int:
         """See `ObservedPrompt.split`."""
         assert self.step is not None and self.step.own is not None
         num_tokens, group = row.prefill_end, layers[0].params.group
         queries = Queries(torch.arange(num_tokens), row.first_query, num_tokens, group)
-        self.step.own.split(request_id, [layer.state for layer in layers], queries)
-        fills = num_tokens > self.layout.budget
-        return self.step.own.index(request_id) if fills else ALIKE
+        states = [layer.state for layer in layers]
+        self.step.own.split(request_id, states, queries, row.budget)
+        return self._placement(request_id, row)
 
 
 def _select_rows(

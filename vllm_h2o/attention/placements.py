@@ -6,7 +6,7 @@ their addresses. A GPU's kernels read a copy that is made when a layer first run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ class PlacementTable:
     """The placements of a KV cache group.
 
     At the index `ALIKE` all heads have the slots of the engine's layout, and page i of
-    a head is in the resident block of column i.
+    a head is in the resident block of column i. What is at the others is said by
+    `OWN`, `BudgetPlacements` and `RequestPlacements`.
 
     What no placement has been put into takes no memory yet.
 
@@ -119,39 +120,115 @@ def _zeros(dtype: Any, *shape: int) -> torch.Tensor:
     return torch.from_numpy(np.zeros(shape, dtype))
 
 
+class BudgetPlacements:
+    """The placements of requests by their budgets, made when one is asked for.
+
+    Those of the engine's budget are at `ALIKE` and `OWN`, those of any other next to
+    each other in the same way. There is room for as many budgets as requests can have
+    in one step; one that no request has in a step may be overwritten later.
+    """
+
+    def __init__(
+        self,
+        table: PlacementTable,
+        config: H2OConfig,
+        layout: SlotLayout,
+        end: int,
+        split: Callable[[SlotLayout], Placement] | None = None,
+    ) -> None:
+        """Use the table's indices before `end`.
+
+        Args:
+            table: Of all evicting layers.
+            config: The policy.
+            layout: The slots of a head on average by the engine's budget.
+            end: See `indices`.
+            split: Gives heads budgets of their own, by the slots of one on average;
+                None: all are alike, or each request is split in its own way.
+        """
+        self._table, self._config, self._layout = table, config, layout
+        self._split = split
+        self._free = list(range(2, end, 2))
+        self._index: dict[int, int] = {}  # by blocks, the last used is the last
+
+    @staticmethod
+    def indices(layout: SlotLayout, max_requests: int) -> int:
+        """How many indices budgets up to the engine's need, of so many requests."""
+        return 2 + 2 * max(min(layout.budget_blocks - 2, max_requests), 0)
+
+    def alike(self, budget: int) -> int:
+        """Where the placement of a request is that does not fill its budget yet.
+
+        The one that it has from then on, where heads have budgets of their own, is at
+        the next index.
+
+        Args:
+            budget: In slots, whole blocks, two at least.
+        """
+        blocks = budget // self._layout.block_size
+        if blocks == self._layout.budget_blocks:
+            return ALIKE
+        index = self._index.pop(blocks, None)
+        if index is None:
+            oldest = None if self._free else next(iter(self._index))
+            index = self._free.pop() if oldest is None else self._index.pop(oldest)
+            self._make(index, blocks)
+        self._index[blocks] = index
+        return index
+
+    def _make(self, index: int, blocks: int) -> None:
+        size = self._layout.block_size
+        num_layers, _, num_kv_heads = self._table.order.shape
+        alike = [[blocks] * num_kv_heads] * num_layers
+        placement = Placement.of_blocks(alike, blocks, self._config, size)
+        self._table.put(index + ALIKE, placement)
+        if self._split:
+            layout = SlotLayout.of_blocks(self._config, size, blocks)
+            self._table.put(index + OWN, self._split(layout))
+
+
 class RequestPlacements:
     """Who has which placement of a table, where each request has its own."""
 
     def __init__(
-        self, table: PlacementTable, config: H2OConfig, layout: SlotLayout
+        self,
+        table: PlacementTable,
+        config: H2OConfig,
+        layout: SlotLayout,
+        first: int = OWN,
     ) -> None:
-        """Hand out all indices of the table but `ALIKE`.
+        """Hand out the indices of the table from `first` on.
 
         Args:
             table: Of all evicting layers.
             config: The policy, whose method splits a request's blocks.
             layout: The slots of a head on average.
+            first: What is before it is somebody else's.
         """
         self.table, self.config, self.layout = table, config, layout
-        self._free = list(range(table.capacity - 1, ALIKE, -1))
+        self._free = list(range(table.capacity - 1, first - 1, -1))
         self._index: dict[str, int] = {}
 
-    def split(self, request_id: str, states: Sequence[State], queries: Queries) -> None:
+    def split(
+        self, request_id: str, states: Sequence[State], queries: Queries, budget: int
+    ) -> None:
         """Give a request its placement, in the place of one that it had.
 
         Args:
             request_id: The request, whose prompt has been read.
             states: Of all evicting layers.
             queries: Who has looked at its tokens.
+            budget: Slots of a head on average.
         """
-        config, layout = self.config, self.layout
+        config, size = self.config, self.layout.block_size
         # More than the prompt no head has to keep, unless all of it fits the budget:
         # then it is what is generated that heads will have to choose from.
-        of_prompt, most = -(-queries.seen // layout.block_size), self.table.most_blocks
+        of_prompt, most = -(-queries.seen // size), self.table.most_blocks
+        budget_blocks = budget // size
         bounds = Bounds(
-            len(states) * layout.budget_blocks,
-            SlotLayout.fewest_blocks(config, layout.block_size),
-            of_prompt if of_prompt > layout.budget_blocks else most[0],
+            len(states) * budget_blocks,
+            SlotLayout.fewest_blocks(config, size),
+            of_prompt if of_prompt > budget_blocks else most[0],
         )
         blocks = config.method.split(states, queries, bounds)
         assert blocks is not None, f"{config.score} splits no budget"
@@ -159,9 +236,7 @@ class RequestPlacements:
             self._index[request_id] = self._free.pop()
         self.table.put(
             self._index[request_id],
-            Placement.of_blocks(
-                blocks, layout.budget_blocks, config, layout.block_size
-            ),
+            Placement.of_blocks(blocks, budget_blocks, config, size),
         )
 
     def has(self, request_id: str) -> bool:

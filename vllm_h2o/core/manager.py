@@ -36,12 +36,12 @@ class H2OManager(FullAttentionManager):
 
         [0, cdiv(n, block_size))       dense, while the prompt is read
         [.., dense_columns)            null blocks, from the transition step on
-        [dense_columns, ..)            resident blocks, private, at most the budget
+        [dense_columns, ..)            resident blocks, private, at most its budget
 
     Once the transition step has been processed, the dense blocks are released
     and their columns become null blocks too.
 
-    A request that can not outgrow the budget, that ends with its first token, or that
+    A request that can not outgrow its budget, that ends with its first token, or that
     asks for it, is kept whole: its row is stock vLLM's, dense to its end, its blocks
     are shared and published as stock's are. To one that asks for it all of its life
     is a prompt, which stock's attention reads.
@@ -63,6 +63,7 @@ class H2OManager(FullAttentionManager):
         self.blocks_freed = 0
         self._prefill_end: dict[str, int] = {}
         self._first_query: dict[str, int] = {}
+        self._budget: dict[str, int] = {}
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -77,6 +78,7 @@ class H2OManager(FullAttentionManager):
         prefill_end: int,
         most_tokens: int,
         options: RequestOptions = DEFAULTS,
+        budget: int | None = None,
     ) -> None:
         """Note where the prompt ends, before its hits are looked up.
 
@@ -88,16 +90,20 @@ class H2OManager(FullAttentionManager):
                 budget nothing will compete, and what ends with its first token will
                 not be decoded: no query has to score.
             options: What the request asks for.
+            budget: Its own, in slots, whole blocks; None: the engine's.
         """
         assert not self.req_to_blocks.get(request_id)
         if options.is_full:
             prefill_end = most_tokens
-        first_query = max(self.budget, prefill_end)
-        if most_tokens > max(self.budget, prefill_end + 1):
+        budget = self.budget if budget is None else budget
+        assert budget <= self.budget and not budget % self.block_size
+        first_query = max(budget, prefill_end)
+        if most_tokens > max(budget, prefill_end + 1):
             window = options.observation_window
             first_query = first_observer(self.policy, prefill_end, window)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
+        self._budget[request_id] = budget
         # What the gate expects of a token, no query has to tell.
         self._lookup.must_run = prefill_end if self.policy.gated else first_query
 
@@ -113,8 +119,12 @@ class H2OManager(FullAttentionManager):
         """Position of the first query that scores, of each; see `RowPlan`."""
         return [*map(self._first_query.__getitem__, request_ids)]
 
+    def budgets(self, request_ids: Iterable[str]) -> list[int]:
+        """Slots of a KV head on average, of each."""
+        return [*map(self._budget.__getitem__, request_ids)]
+
     def is_kept_whole(self, request_id: str) -> bool:
-        """Whether the request can not outgrow the budget, is never decoded, or asks
+        """Whether the request can not outgrow its budget, is never decoded, or asks
         for it."""
         return self._first_query[request_id] >= self._prefill_end[request_id]
 
@@ -128,12 +138,13 @@ class H2OManager(FullAttentionManager):
         """Dense and resident blocks that `num_tokens` tokens need."""
         end = self._prefill_end[request_id]
         if self.is_kept_whole(request_id):
-            assert num_tokens <= max(self.budget, end)
+            assert num_tokens <= max(self._budget[request_id], end)
             return cdiv(num_tokens, self.block_size), 0
         dense = cdiv(min(num_tokens, end), self.block_size)
         resident = 0
         if num_tokens >= end:
-            resident = cdiv(min(num_tokens, self.budget), self.block_size)
+            held = min(num_tokens, self._budget[request_id])
+            resident = cdiv(held, self.block_size)
         return dense, resident
 
     def _missing(
@@ -155,7 +166,7 @@ class H2OManager(FullAttentionManager):
         if resident <= 0:
             return min(held * self.block_size, self._prefill_end[request_id] - 1)
         tokens = resident * self.block_size
-        return tokens if tokens < self.budget else sys.maxsize
+        return tokens if tokens < self._budget[request_id] else sys.maxsize
 
     def get_num_blocks_to_allocate(
         self,
@@ -229,6 +240,7 @@ class H2OManager(FullAttentionManager):
         """Drop the request's state with its blocks."""
         self._prefill_end.pop(request_id, None)
         self._first_query.pop(request_id, None)
+        self._budget.pop(request_id, None)
         self._served.pop(request_id, None)
         self._releasing.discard(request_id)
         return super().pop_blocks_for_free(request_id)
@@ -283,7 +295,7 @@ class H2OManager(FullAttentionManager):
     def check_request(self, request_id: str) -> None:
         """Assert that a request's row has the shape that its counts imply."""
         blocks = self.req_to_blocks[request_id]
-        end = self._prefill_end[request_id]
+        end, budget = self._prefill_end[request_id], self._budget[request_id]
         dense = cdiv(end, self.block_size)
         null = self._null_block
         assert self._served.get(request_id, 0) <= self._tokens_served(request_id)
@@ -291,7 +303,7 @@ class H2OManager(FullAttentionManager):
         assert (request_id in self._releasing) == holds_dense
         if not self.is_resident(request_id):
             if self.is_kept_whole(request_id):
-                dense = cdiv(max(self.budget, end), self.block_size)
+                dense = cdiv(max(budget, end), self.block_size)
             assert len(blocks) <= dense
             assert null not in blocks
             return
@@ -299,7 +311,7 @@ class H2OManager(FullAttentionManager):
         resident = blocks[self.dense_columns :]
         assert all(b is null for b in prompt) or null not in prompt
         assert all(b is null for b in padding)
-        assert 0 < len(resident) <= self.budget // self.block_size
+        assert 0 < len(resident) <= budget // self.block_size
         for block in resident:
             assert block.ref_cnt == 1, f"resident block {block} is shared"
             assert block.block_hash is None, f"resident block {block} is published"

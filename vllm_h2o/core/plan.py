@@ -19,12 +19,14 @@ class RowPlan(NamedTuple):
         prefill_end: Tokens that are computed densely: all, if the request asks for it.
         first_query: Position of the first query that scores; the budget or
             `prefill_end` if none has to, because the request ends within that.
+        budget: Slots of a KV head on average.
     """
 
     num_computed_tokens: int
     num_scheduled_tokens: int
     prefill_end: int
     first_query: int
+    budget: int
 
     @property
     def is_kept_whole(self) -> bool:
@@ -64,14 +66,14 @@ class ResidencyPlan:
 
     Attributes:
         request_ids: The scheduled requests.
-        counts: `[4, num_requests]` int64, the fields of `RowPlan` by request.
+        counts: `[5, num_requests]` int64, the fields of `RowPlan` by request.
         stats: The counters by name.
         restarted: Requests whose prompt is going to be read again, though they neither
             finished nor were preempted: sessions that got their next turn.
     """
 
     request_ids: list[str] = field(default_factory=list)
-    counts: np.ndarray = field(default_factory=lambda: np.empty((4, 0), np.int64))
+    counts: np.ndarray = field(default_factory=lambda: np.empty((5, 0), np.int64))
     stats: dict[str, int] = field(default_factory=dict)
     restarted: list[str] = field(default_factory=list)
 
@@ -82,7 +84,7 @@ class ResidencyPlan:
 
     @property
     def num_computed_tokens(self) -> np.ndarray:
-        """`[num_requests]` int64, as are the next three; see `RowPlan`."""
+        """`[num_requests]` int64, as are the next four; see `RowPlan`."""
         return self.counts[0]
 
     @property
@@ -99,6 +101,11 @@ class ResidencyPlan:
     def first_queries(self) -> np.ndarray:
         """By request."""
         return self.counts[3]
+
+    @property
+    def budgets(self) -> np.ndarray:
+        """By request."""
+        return self.counts[4]
 
     @property
     def decodes(self) -> np.ndarray:
@@ -133,7 +140,7 @@ def _unpickled(
     stats: dict[str, int],
     restarted: list[str],
 ) -> ResidencyPlan:
-    array = np.frombuffer(counts, np.int64).reshape(4, -1)
+    array = np.frombuffer(counts, np.int64).reshape(5, -1)
     return ResidencyPlan(request_ids, array, stats, restarted)
 
 

@@ -17,7 +17,7 @@ from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
-from vllm_h2o.policy.request import DEFAULTS, RequestOptions
+from vllm_h2o.policy.request import DEFAULTS, RequestLimits, RequestOptions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -44,6 +44,8 @@ class H2OScheduler(AsyncScheduler):
             if not isinstance(manager, H2OManager):
                 publish_alike(manager, self.h2o_managers[0])
         self._layout = self._spec.layout
+        device = self.vllm_config.device_config.device_type
+        self._limits = RequestLimits.of(self._spec.h2o, self._layout, device)
         self.h2o_stats = H2OStats()
         self._restarted: list[str] = []
         self._logged_counters = ""
@@ -67,7 +69,7 @@ class H2OScheduler(AsyncScheduler):
             super().add_request(request)  # a streaming session says that it ends
             return
         try:
-            self._options_of(request)
+            self._options_of(request, self._most_tokens(request))
         except ValueError as error:
             logger.error("Request %s ends at once: %s", request.request_id, error)
             request.sampling_params = params = copy.copy(request.sampling_params)
@@ -83,20 +85,28 @@ class H2OScheduler(AsyncScheduler):
                 request.structured_output_request = refused
         super().add_request(request)
 
-    def _options_of(self, request: Request) -> RequestOptions:
+    def _options_of(self, request: Request, most_tokens: int) -> RequestOptions:
         params = request.sampling_params
         extra_args = params.extra_args if params else None
         if not extra_args:
             return DEFAULTS
-        return RequestOptions.parse(extra_args, self._spec.h2o)
+        return RequestOptions.parse(extra_args, self._limits, most_tokens)
+
+    def _most_tokens(self, request: Request) -> int:
+        return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
     def _get_local_prefix_cache_hit(self, request: Request):
         # Called for every request that is about to be admitted, before its
         # first allocation, also after a preemption.
-        most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        options = self._options_of(request)
+        most = self._most_tokens(request)
+        # Checked when it came; a share of what a session has by now may be too much
+        # all the same, and is cut to what there is.
+        options = self._options_of(request, 0)
+        budget = self._limits.budget_of(options.budget, most)
         for manager in self.h2o_managers:
-            manager.begin_prefill(request.request_id, request.num_tokens, most, options)
+            manager.begin_prefill(
+                request.request_id, request.num_tokens, most, options, budget
+            )
         return super()._get_local_prefix_cache_hit(request)
 
     def _update_request_as_session(self, session, update) -> None:
@@ -124,6 +134,7 @@ class H2OScheduler(AsyncScheduler):
             list(scheduled.values()),
             manager.prefill_ends(request_ids),
             manager.first_queries(request_ids),
+            manager.budgets(request_ids),
         ]
         plan = ResidencyPlan(request_ids, np.array(counts, dtype=np.int64))
         plan.restarted, self._restarted = self._restarted, []

@@ -49,7 +49,7 @@ class H2OStats:
         Args:
             plan: The step's plan; its counters may be those of the last step.
             managers: The managers of the compressed layers, one block pool.
-            layout: The slots of a request.
+            layout: The slots of a request that asks for no budget of its own.
             output: The scheduled step.
         """
         self._count_evictions(plan, layout)
@@ -60,19 +60,21 @@ class H2OStats:
         self.preemptions += len(output.preempted_req_ids or ())
 
     def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:
-        held, ends = layout.resident_tokens, plan.prefill_ends
+        held, ends, budgets = layout.resident_tokens, plan.prefill_ends, plan.budgets
         computed, scheduled = plan.num_computed_tokens, plan.num_scheduled_tokens
         compressed = plan.first_queries < ends  # else kept whole
         # A request that decodes has one token.
-        evicting = compressed & plan.decodes & (computed >= layout.budget)
+        evicting = compressed & plan.decodes & (computed >= budgets)
         self.tokens_evicted += int(np.count_nonzero(evicting))
         if layout.whole_blocks:
             for before in computed[evicting].tolist():
                 self.tokens_evicted -= held(before + 1) - held(before)
         ending = compressed & ~plan.decodes & (computed + scheduled >= ends)
-        for end in ends[ending].tolist():
-            self.transitions += 1
-            self.tokens_evicted += end - held(end)
+        self.transitions += int(np.count_nonzero(ending))
+        self.tokens_evicted += int(np.maximum(ends - budgets, 0)[ending].sum())
+        if layout.whole_blocks:  # all with its budget
+            for end in ends[ending].tolist():
+                self.tokens_evicted += min(end, layout.budget) - held(end)
 
     def as_dict(self) -> dict[str, int]:
         """The counters by name."""

@@ -18,9 +18,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm_h2o.core.settings import h2o_config
-from vllm_h2o.policy.request import RequestOptions
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.request import RequestLimits, RequestOptions
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
 
@@ -39,13 +41,37 @@ def _checking(process_inputs: Any) -> Any:
         from vllm.exceptions import VLLMValidationError
 
         request = process_inputs(self, *args, **kwargs)
-        config, params = h2o_config(self.vllm_config), request.sampling_params
-        if config is not None and params is not None:
+        params, config = request.sampling_params, self.vllm_config
+        if params is not None and params.extra_args and h2o_config(config):
             try:
-                RequestOptions.parse(params.extra_args, config)
+                RequestOptions.parse(
+                    params.extra_args, _limits(config), _most_tokens(request, config)
+                )
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter="extra_args") from error
         return request
 
     wrapped.checks_h2o = True  # type: ignore[attr-defined]
     return wrapped
+
+
+def _limits(vllm_config: VllmConfig) -> RequestLimits:
+    """Those of the engine, as far as this process knows it."""
+    config = h2o_config(vllm_config)
+    assert config is not None
+    block_size = vllm_config.cache_config.block_size
+    longest = vllm_config.model_config.max_model_len
+    layout = SlotLayout.from_config(config, block_size, longest)
+    return RequestLimits.of(config, layout, vllm_config.device_config.device_type)
+
+
+def _most_tokens(request: EngineCoreRequest, vllm_config: VllmConfig) -> int:
+    """Tokens that a request can have at its end."""
+    from vllm.utils import length_from_prompt_token_ids_or_embeds
+
+    params = request.sampling_params
+    assert params is not None and params.max_tokens is not None
+    prompt = length_from_prompt_token_ids_or_embeds(
+        request.prompt_token_ids, request.prompt_embeds
+    )
+    return min(prompt + params.max_tokens, vllm_config.model_config.max_model_len)

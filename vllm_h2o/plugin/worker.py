@@ -6,8 +6,9 @@ CUDA interface off for the whole process.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,20 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.heads import placement_of, profile_of, profile_path, remember
+from vllm_h2o.attention.heads import (
+    budgets,
+    placement_of,
+    profile_of,
+    profile_path,
+    remember,
+)
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
-from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import PlacementTable, RequestPlacements
+from vllm_h2o.attention.placements import (
+    OWN,
+    BudgetPlacements,
+    PlacementTable,
+    RequestPlacements,
+)
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.settings import h2o_config, settle
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -59,11 +70,12 @@ from vllm_h2o.policy.config import (
     H2OConfig,
 )
 from vllm_h2o.policy.gate import num_features
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.placement import Placement
 from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.request import RequestLimits
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -265,7 +277,7 @@ class H2OWorker(_Stock):
         super().initialize_from_config(kv_cache_config)
         for managed, builder in self._h2o_builders():
             check_kernel_block_size(managed, builder.spec)
-            builder.bind(self._step, self._split_budget(builder))
+            builder.bind(self._step, *self._place_requests(builder))
 
     @property
     def _h2o_layers(self) -> dict[str, Any]:
@@ -279,75 +291,95 @@ class H2OWorker(_Stock):
                 if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
                     yield group.kv_cache_spec, builder
 
-    def _split_budget(self, builder: H2OMetadataBuilder) -> Sequence[Any]:
-        """Let the heads of a KV cache group have budgets of their own, if they are to.
+    def _place_requests(
+        self, builder: H2OMetadataBuilder
+    ) -> tuple[Sequence[Any], BudgetPlacements | None]:
+        """Say where requests of a KV cache group have their slots.
 
         Returns:
-            The layers whose heads part ways.
+            The layers whose heads part ways, and the placements of requests with
+            budgets of their own, if there can be any.
         """
-        config, profile = builder.spec.h2o, profile_of(self.vllm_config)
-        if profile is None and config.head_budgets != REQUEST:
-            return ()
-        path = profile_path(config, self.vllm_config.model_config.model)
-        source = path or (profile.measured_on if profile else repr(REQUEST))
+        spec, layout = builder.spec, builder.layout
         names = sorted(builder.layer_names, key=extract_layer_index)
         layers = [self._h2o_layers[name] for name in names]
-        evicting = sum(len(other.layer_names) for _, other in self._h2o_builders())
-        if len(layers) < evicting:
-            several = (
-                f"{source} has budgets for {evicting} layers together, which vLLM has "
-                "put into several KV cache groups, because the model has fewer "
-                "windowed layers"
-            )
-            if path is None and config.head_budgets != REQUEST:
-                logger.warning_once(
-                    "H2O gives all KV heads the same budget: %s", several
-                )
-                return ()
-            raise ValueError(
-                f"h2o_head_budgets (--h2o-head-budgets): {several}: use 'uniform'"
-            )
+        parts = self._heads_part_ways(builder)
+        device = self.model_runner.device.type
+        own = not RequestLimits.of(spec.h2o, layout, device).why_one_budget
+        if not parts and not own:
+            return (), None
+        requests = self.vllm_config.scheduler_config.max_num_seqs
+        end = BudgetPlacements.indices(layout, requests) if own else OWN
         pages = [layer.impl.view(layer.kv_cache) for layer in layers]
-        if profile is None:
-            table = self._table_of_requests(builder, pages)
+        split = None
+        if not parts:
+            most = [layout.budget_blocks] * len(pages)
+            table = PlacementTable(pages, layout, most, end)
+        elif spec.h2o.head_budgets == REQUEST:
+            most = [spec.dense_columns] * len(pages)
+            table = PlacementTable(pages, layout, most, end + requests)
+            self._step.own = RequestPlacements(table, spec.h2o, layout, end)
         else:
-            check_profile(profile, source, self.vllm_config, len(layers))
-            table = self._table_of_profile(builder, pages, profile, source)
+            split = self._split_by_profile(builder)
+            table = PlacementTable.of(pages, layout, split(layout))
+            if own:
+                most = [self._richest_blocks(spec)] * len(pages)
+                table = PlacementTable(pages, layout, most, end)
+                table.put(OWN, split(layout))
         for layer, part in zip(layers, table.parts(), strict=True):
             layer.impl.placements = part
-        return layers
+        by_budget = BudgetPlacements(table, spec.h2o, layout, end, split)
+        return layers if parts else (), by_budget if own else None
 
-    def _table_of_requests(
-        self, builder: H2OMetadataBuilder, pages: Sequence[Pages]
-    ) -> PlacementTable:
-        """A table with room for a placement of each request that runs."""
-        layout, most = builder.layout, [builder.spec.dense_columns] * len(pages)
-        capacity = 1 + self.vllm_config.scheduler_config.max_num_seqs
-        table = PlacementTable(pages, layout, most, capacity)
-        self._step.own = RequestPlacements(table, builder.spec.h2o, layout)
-        return table
+    def _richest_blocks(self, spec: H2OAttentionSpec) -> int:
+        """Blocks of the richest head of any rank, by the engine's budget."""
+        return budgets(self.vllm_config, spec.max_model_len)[1] // spec.block_size
 
-    def _table_of_profile(
-        self,
-        builder: H2OMetadataBuilder,
-        pages: Sequence[Pages],
-        profile: HeadProfile,
-        source: Path | str,
-    ) -> PlacementTable:
-        """A table of the one placement that all requests have."""
-        placement = placement_of(
-            profile,
-            builder.spec.h2o,
-            builder.layout,
-            builder.spec.dense_columns,
-            self._own_kv_heads(builder.spec.num_kv_heads),
+    def _heads_part_ways(self, builder: H2OMetadataBuilder) -> bool:
+        """Whether the heads of a KV cache group have budgets of their own."""
+        config, profile = builder.spec.h2o, profile_of(self.vllm_config)
+        if profile is None and config.head_budgets != REQUEST:
+            return False
+        path = profile_path(config, self.vllm_config.model_config.model)
+        source = path or (profile.measured_on if profile else repr(REQUEST))
+        evicting = sum(len(other.layer_names) for _, other in self._h2o_builders())
+        if len(builder.layer_names) == evicting:
+            return True
+        several = (
+            f"{source} has budgets for {evicting} layers together, which vLLM has "
+            "put into several KV cache groups, because the model has fewer "
+            "windowed layers"
         )
-        budgets = placement.budgets
+        if path is None and config.head_budgets != REQUEST:
+            logger.warning_once("H2O gives all KV heads the same budget: %s", several)
+            return False
+        raise ValueError(
+            f"h2o_head_budgets (--h2o-head-budgets): {several}: use 'uniform'"
+        )
+
+    def _split_by_profile(
+        self, builder: H2OMetadataBuilder
+    ) -> Callable[[SlotLayout], Placement]:
+        """What splits a budget over the heads of this rank, by the profile in force."""
+        profile, spec = profile_of(self.vllm_config), builder.spec
+        assert profile is not None
+        path = profile_path(spec.h2o, self.vllm_config.model_config.model)
+        source = path or profile.measured_on
+        check_profile(profile, source, self.vllm_config, len(builder.layer_names))
+        split = functools.partial(
+            placement_of,
+            profile,
+            spec.h2o,
+            max_blocks=spec.dense_columns,
+            most_blocks=self._richest_blocks(spec),
+            kv_heads=self._own_kv_heads(spec.num_kv_heads),
+        )
+        slots = split(builder.layout).budgets
         logger.info_once(
             "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
-            source, min(budgets), max(budgets), sum(budgets) // len(budgets),
+            source, min(slots), max(slots), sum(slots) // len(slots),
         )  # fmt: skip
-        return PlacementTable.of(pages, builder.layout, placement)
+        return split
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up; vLLM makes steps of its own for that, which have no plan."""

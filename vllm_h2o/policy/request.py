@@ -5,15 +5,64 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from vllm_h2o.policy.config import ATTENTION, H2OConfig
-from vllm_h2o.policy.options import parse_window
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.options import parse_budget, parse_window, part_of
 from vllm_h2o.policy.presets import FULL
 
 KEY = "h2o"
 """Of a request's `extra_args`, with a dictionary; also, with `_`, what the names of
 single options begin with, where a client can only send single values."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What the requests of an engine may ask for.
+
+    Attributes:
+        config: The engine's policy.
+        layout: The slots of a request that asks for no budget: none has more.
+        why_one_budget: Why requests have no budgets of their own; empty: they may.
+    """
+
+    config: H2OConfig
+    layout: SlotLayout
+    why_one_budget: str = ""
+
+    @classmethod
+    def of(cls, config: H2OConfig, layout: SlotLayout, device: str) -> RequestLimits:
+        """Those of an engine on a kind of device, by torch's name of it."""
+        why = ""
+        if layout.whole_blocks:
+            why = "the engine was started with --h2o-eviction-unit block"
+        elif device != "cpu":
+            why = f"they are there on CPU only, not on {device}"
+        return cls(config, layout, why)
+
+    @cached_property
+    def fewest_blocks(self) -> int:
+        """Of a request: a heavy and a recent one, and what the sinks take."""
+        size = self.layout.block_size
+        blocks = max(2, SlotLayout.fewest_blocks(self.config, size))
+        return max(blocks, self.config.sinks // size + 1)
+
+    def budget_of(self, asked: int | str | None, most_tokens: int) -> int:
+        """Slots that a request gets: whole blocks, at most the engine's budget.
+
+        Args:
+            asked: Tokens, or `"N%"`; None: the engine's budget.
+            most_tokens: That the request can have at its end.
+        """
+        if asked is None:
+            return self.layout.budget
+        tokens = part_of(most_tokens, asked) if isinstance(asked, str) else asked
+        size = self.layout.block_size
+        return min(
+            max(-(-tokens // size), self.fewest_blocks) * size, self.layout.budget
+        )
 
 
 @dataclass(frozen=True)
@@ -23,11 +72,14 @@ class RequestOptions:
     Attributes:
         policy: `"full"`: nothing of this request is ever evicted. Or the name of the
             engine's policy.
+        budget: Token slots, or `"N%"` of its prompt and `max_tokens`; rounded up to
+            whole blocks.
         observation_window: How many of its last prompt queries score its prompt, see
             `H2OConfig.observation_window`.
     """
 
     policy: str | None = None
+    budget: int | str | None = None
     observation_window: int | str | None = None
 
     @property
@@ -37,14 +89,18 @@ class RequestOptions:
 
     @classmethod
     def parse(
-        cls, extra_args: Mapping[str, Any] | None, config: H2OConfig
+        cls,
+        extra_args: Mapping[str, Any] | None,
+        limits: RequestLimits,
+        most_tokens: int,
     ) -> RequestOptions:
         """Read the options of a request.
 
         Args:
             extra_args: Of its sampling parameters: `{"h2o": {"policy": "full"}}`, or
                 `{"h2o_policy": "full"}`. What does not concern H2O is left alone.
-            config: The engine's policy.
+            limits: Of the engine.
+            most_tokens: That the request can have at its end: prompt and `max_tokens`.
 
         Raises:
             ValueError: An option is unknown, has a bad value or no effect; the message
@@ -58,14 +114,47 @@ class RequestOptions:
                 fix = " or ".join(f"{KEY}_{option}" for option in close or known)
                 raise _bad(name, value, f"there is no such option, use {fix}")
         options = cls(**{n: v for n, v in given.items() if v is not None})
-        options._check_policy(config)
-        window = options._parsed_window(config)
-        return cls(options.policy, window)
+        options._check_policy(limits.config)
+        budget = options._parsed_budget(limits, most_tokens)
+        window = options._parsed_window(limits.config)
+        return cls(options.policy, budget, window)
 
     def _check_policy(self, config: H2OConfig) -> None:
         if self.policy not in (None, FULL, config.policy):
             fix = f"use {FULL!r} to keep all tokens, or {config.policy!r}, the engine's"
             raise _bad("policy", self.policy, fix)
+
+    def _parsed_budget(
+        self, limits: RequestLimits, most_tokens: int
+    ) -> int | str | None:
+        asked: Any = self.budget
+        if asked is None:
+            return None
+        if isinstance(asked, float) and asked.is_integer():
+            asked = int(asked)  # as some clients write numbers
+        try:
+            parsed = parse_budget(asked)
+        except ValueError:
+            fix = "use a number of token slots such as 512, or a share of the request "
+            raise _bad("budget", asked, fix + "such as '20%'") from None
+        if self.is_full:
+            why = f"as {KEY}_policy={FULL!r} keeps all tokens"
+            raise _bad("budget", asked, f"it has no effect, {why}: leave it out")
+        if limits.why_one_budget:
+            why = limits.why_one_budget
+            raise _bad("budget", asked, f"all have the engine's, {why}: leave it out")
+        most, size = limits.layout.budget, limits.layout.block_size
+        share = isinstance(parsed, str)
+        tokens = part_of(most_tokens, parsed) if isinstance(parsed, str) else parsed
+        if tokens > most:
+            of = f"{tokens} of its {most_tokens} tokens, " if share else ""
+            fix = f"{of}more than the engine's (--h2o-budget), use {most} or less"
+            raise _bad("budget", asked, fix)
+        fewest = limits.fewest_blocks
+        if tokens <= (fewest - 1) * size and not share:
+            fix = f"use {(fewest - 1) * size + 1} or more"
+            raise _bad("budget", asked, f"less than {fewest} blocks of {size}, {fix}")
+        return parsed
 
     def _parsed_window(self, config: H2OConfig) -> int | str | None:
         window = self.observation_window
