@@ -122,6 +122,7 @@ class Driver:
         """Tokens of each request that had to be read when it was admitted."""
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
+        self.reports: dict[str, Any] = {}
 
     @property
     def manager(self) -> H2OManager:
@@ -187,6 +188,8 @@ class Driver:
             for ended in outputs.outputs:
                 if ended.finish_reason is not None:
                     self.finished[ended.request_id] = ended.finish_reason
+                    if ended.kv_transfer_params:
+                        self.reports[ended.request_id] = ended.kv_transfer_params["h2o"]
         self.check()
 
     def abort(self, name: str) -> None:

@@ -277,6 +277,40 @@ def test_a_budget_of_its_own_leaves_the_rest_to_others():
     driver.assert_pool_whole()
 
 
+@pytest.mark.parametrize(
+    "prompt, tokens, asked, policy, budget, held",
+    [
+        (100, 40, {}, "h2o", 96, 96),
+        (100, 40, {"budget": 32}, "h2o", 32, 32),
+        (20, 40, {"budget": "25%"}, "h2o", 32, 32),
+        (40, 40, {}, "h2o", 96, 79),  # fits
+        (100, 1, {}, "h2o", 96, 100),  # ends before anything is evicted
+        (100, 40, {"policy": "full"}, "full", None, 139),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_a_request_got_is_reported(
+    prompt, tokens, asked, policy, budget, held, steps
+):
+    """Only where it asks for that; the same with steps in flight."""
+    driver = Driver(64, budget=96, chunk=200)
+    name = driver.add(list(range(100, 100 + prompt)), tokens, report=True, **asked)
+    driver.add(list(range(100, 100 + prompt)), tokens, **asked)
+    while driver.scheduler.has_unfinished_requests():
+        while len(driver.in_flight) < steps:
+            driver.schedule()
+        driver.process()
+    everything = prompt + tokens - 1
+    assert driver.reports == {
+        name: {
+            "policy": policy,
+            "budget": budget,
+            "tokens_held": held,
+            "tokens_evicted": everything - held,
+        }
+    }
+
+
 def test_a_share_of_a_session_is_of_what_it_has_by_now():
     """And cut to the engine's budget, when nobody can be told any more."""
     driver = Driver(64, budget=64, chunk=200)

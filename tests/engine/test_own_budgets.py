@@ -76,13 +76,21 @@ def outcomes(llm, prompts):
     parameters = [greedy(NUM_TOKENS, **wishes(asked)) for asked in ASKED]
     parameters.insert(1, greedy(NUM_TOKENS, extra_args=FULL))
     together = [prompts[0], prompts[2], *prompts[1:]]
+    for asks in parameters[::2]:
+        asks.extra_args = {**(asks.extra_args or {}), "h2o_report": True}
     llm.collective_rpc("probe_watch")
-    tokens = answers(llm, together, parameters)
+    inputs = [{"prompt_token_ids": prompt} for prompt in together]
+    outputs = llm.generate(inputs, parameters, use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
     held = llm.collective_rpc("probe_survivors")[0]
     # The full one has none; the others were numbered as they were given.
     survivors = [
         held[name] for name in sorted(held, key=lambda n: int(n.split("-")[0]))
     ]
+    reports = [output.kv_transfer_params for output in outputs]
+    assert reports[1::2] == [None] * 3
+    for report, held in zip(reports[::2], (64, 128, 128), strict=True):
+        assert report["h2o"]["budget"] == report["h2o"]["tokens_held"] == held
     return [*zip(tokens[:1] + tokens[2:], survivors, strict=True)]
 
 

@@ -14,7 +14,8 @@ from tests.engine.tiny_models import save_reading_llama
 
 pytestmark = pytest.mark.engine
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README, EXAMPLES = ROOT / "README.md", ROOT / "examples"
 
 
 @pytest.fixture(params=["tiny", pytest.param("real", marks=pytest.mark.slow)])
@@ -29,13 +30,33 @@ def test_quick_start(model, tmp_path):
     assert "path/to/model" in code
     file = tmp_path / "quick_start.py"
     file.write_text(code.replace("path/to/model", str(model)))
+    (counters,) = re.findall(r"{'transitions'.*}", printed(file))
+    stats = ast.literal_eval(counters)
+    assert stats["transitions"] == 1 and stats["tokens_evicted"] > 0
+
+
+def test_offline_example(model):
+    output = printed(EXAMPLES / "offline.py", model)
+    got = re.findall(r" got ({.*})", output)
+    reports = [ast.literal_eval(report) for report in got]
+    assert [r["policy"] for r in reports] == ["h2o"] * 3 + ["full"]
+    plain, small, share, full = reports
+    tokens = full["tokens_held"]
+    assert tokens > 1000 and full["budget"] is None and not full["tokens_evicted"]
+    assert [plain["budget"], small["budget"]] == [512, 256]
+    assert 0 <= share["budget"] - 0.2 * (tokens + 1) < 128
+    for report in (plain, small, share):
+        assert report["tokens_held"] == report["budget"]
+        assert report["tokens_evicted"] == tokens - report["budget"]
+
+
+def printed(*command: str | Path) -> str:
+    """What a script prints, run as a user runs it."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     # As a user has it: the engine core in a process of its own.
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     done = subprocess.run(
-        [sys.executable, str(file)], env=env, capture_output=True, text=True
+        [sys.executable, *map(str, command)], env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (counters,) = re.findall(r"{'transitions'.*}", done.stdout)
-    stats = ast.literal_eval(counters)
-    assert stats["transitions"] == 1 and stats["tokens_evicted"] > 0
+    return done.stdout

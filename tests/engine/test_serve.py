@@ -1,6 +1,7 @@
 """`vllm serve` as a process of its own, driven by the openai client."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from tests.engine.helpers import model_with_profile, prompts_of
 
 pytestmark = pytest.mark.engine
 
-BUDGET = 128
+BUDGET, EXAMPLES = 128, Path(__file__).parents[2] / "examples"
 # Longer than anything takes; shorter than a test may take, so that the log is shown.
 READY_SECONDS, SECONDS = 280, 200
 
@@ -163,6 +164,10 @@ WRONG = [
     {"h2o_policy": 3},
     {"h2o_policy": ["full"]},
     {"h2o_budgets": 64},
+    {"h2o_budget": BUDGET + 1},
+    {"h2o_budget": 32},
+    {"h2o_budget": "101%"},
+    {"h2o_report": "maybe"},
     {"h2o_": 1},
     {"h2o": "full"},
     {"h2o_observation_window": 0},
@@ -171,7 +176,13 @@ WRONG = [
     {"h2o_observation_window": 16, "h2o_policy": "full"},
     {"h2o_observation_window": 16},  # without effect: prompts may go by a gate
 ]
-RIGHT: list = [None, {"h2o_policy": "full"}, {"h2o_policy": "h2o", "other": 1}]
+RIGHT: list = [
+    None,
+    {"h2o_policy": "full"},
+    {"h2o_policy": "h2o", "other": 1},
+    {"h2o_budget": 64},
+    {"h2o_budget": "25%", "h2o_report": True},
+]
 
 
 def test_wrong_wishes_are_refused_and_nobody_else_is(server):
@@ -199,20 +210,56 @@ def test_a_stream_says_what_is_wrong(server):
         list(server.complete([1, 2, 3], 6, {"h2o_policy": "half"}, stream=True))
 
 
-def test_chats_may_be_kept_whole(server):
-    def chat(wishes):
-        return server.client.chat.completions.create(
-            model=server.model,
-            messages=[{"role": "user", "content": "Name three colours. " * 40}],
-            max_tokens=20,
-            temperature=0,
-            logprobs=True,
-            extra_body={"vllm_xargs": wishes},
-        ).choices[0].logprobs.content  # fmt: skip
+@pytest.mark.parametrize(
+    "wishes, policy, budget",
+    [
+        ({}, "h2o", BUDGET),
+        ({"h2o_budget": 64}, "h2o", 64),
+        ({"h2o_budget": "25%"}, "h2o", 96),
+        ({"h2o_policy": "full"}, "full", None),
+    ],
+)
+def test_a_chat_says_what_it_got(server, wishes, policy, budget):
+    done = server.client.chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": "Name three colours. " * 60}],
+        max_tokens=20,
+        temperature=0,
+        extra_body={"vllm_xargs": wishes | {"h2o_report": True}, "ignore_eos": True},
+    )
+    tokens = done.usage.prompt_tokens + 20 - 1
+    assert 256 < tokens <= 4 * 96
+    held = budget or tokens
+    assert done.kv_transfer_params["h2o"] == {
+        "policy": policy,
+        "budget": budget,
+        "tokens_held": held,
+        "tokens_evicted": tokens - held,
+    }
 
-    assert chat({"h2o_policy": "full"}) != chat(None)
+
+def test_nothing_is_reported_unasked_and_chats_are_refused_alike(server):
+    assert server.complete(prompts_of(300)[0], 4).kv_transfer_params is None
     with pytest.raises(openai.BadRequestError, match="h2o_policy.*'half'"):
-        chat({"h2o_policy": "half"})
+        server.client.chat.completions.create(
+            model=server.model,
+            messages=[{"role": "user", "content": "Name three colours."}],
+            extra_body={"vllm_xargs": {"h2o_policy": "half"}},
+        )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[sys.executable, EXAMPLES / "openai_client.py"], ["sh", EXAMPLES / "curl.sh"]],
+    ids=["openai client", "curl"],
+)
+def test_examples(server, command):
+    done = subprocess.run(
+        [*command, server.base, "64"], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    held = re.findall(r"\Wtokens_held\W: ?(\d+)", done.stdout)
+    assert held[0] == "64" and len(held) == (2 if "py" in str(command[1]) else 1)
 
 
 def test_counters_are_logged_at_shutdown(server):

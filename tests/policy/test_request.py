@@ -40,6 +40,9 @@ def limits_of(config, device="cpu", budget=BUDGET):
             {"h2o": {"observation_window": "ALL"}},
             RequestOptions(observation_window="all"),
         ),
+        ({"h2o": {"report": True}}, RequestOptions(report=True)),
+        ({"h2o_report": 1}, RequestOptions(report=True)),
+        ({"h2o_report": "false"}, DEFAULTS),
         ({"h2o_budget": 33}, RequestOptions(budget=33)),
         ({"h2o_budget": 64.0}, RequestOptions(budget=64)),
         ({"h2o_budget": "256"}, RequestOptions(budget=256)),
@@ -85,6 +88,8 @@ def test_is_read(extra_args, expected):
             ("h2o", {"h2o_budget": bad}, [repr(bad), "such as 512", "'20%'"])
             for bad in (0, -1, 64.5, True, "half", "0%", "101%", [64], float("nan"))
         ),
+        ("h2o", {"h2o_report": 2}, ["h2o_report", "2", "true or false"]),
+        ("h2o", {"h2o_report": [True]}, ["h2o_report", "[True]", "true or false"]),
         ("h2o", {"h2o_budget": 10**400}, ["1000", "use 256 or less"]),
         ("h2o", {"h2o_budget": 257}, ["257", "--h2o-budget", "use 256 or less"]),
         ("h2o", {"h2o_budget": "33%"}, ["264 of its 800 tokens", "use 256 or less"]),

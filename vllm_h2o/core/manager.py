@@ -58,7 +58,8 @@ class H2OManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: H2OAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.policy = kv_cache_spec.h2o
-        self.budget = kv_cache_spec.layout.budget
+        self._layout = kv_cache_spec.layout
+        self.budget = self._layout.budget
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
         self._prefill_end: dict[str, int] = {}
@@ -127,6 +128,15 @@ class H2OManager(FullAttentionManager):
         """Whether the request can not outgrow its budget, is never decoded, or asks
         for it."""
         return self._first_query[request_id] >= self._prefill_end[request_id]
+
+    def tokens_held(self, request_id: str, num_tokens: int) -> int:
+        """Of a sequence of `num_tokens`, those that a KV head holds on average."""
+        reads = num_tokens < self._prefill_end[request_id]
+        if reads or self.is_kept_whole(request_id):
+            return num_tokens
+        if self._layout.whole_blocks:
+            return self._layout.resident_tokens(num_tokens)
+        return min(num_tokens, self._budget[request_id])
 
     def replay_boundary(self, request_id: str) -> int:
         """Tokens from which a repeat of the prompt can resume; 0: where stock's can."""

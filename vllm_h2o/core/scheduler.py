@@ -17,6 +17,7 @@ from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.policy.presets import FULL
 from vllm_h2o.policy.request import DEFAULTS, RequestLimits, RequestOptions
 
 if TYPE_CHECKING:
@@ -108,6 +109,35 @@ class H2OScheduler(AsyncScheduler):
                 request.request_id, request.num_tokens, most, options, budget
             )
         return super()._get_local_prefix_cache_hit(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any):
+        report = self._report(request)
+        transferred, *others = super()._free_request(request, *args, **kwargs)
+        if report:
+            transferred = {**(transferred or {}), "h2o": report}
+        return transferred, *others
+
+    def _report(self, request: Request) -> dict[str, Any] | None:
+        """What a finished request got, if it asked for that and ever ran.
+
+        It travels in `kv_transfer_params`, the field of an answer that a scheduler
+        fills: vLLM hands it to whoever asked, over HTTP too.
+        """
+        manager, name = self.h2o_managers[0], request.request_id
+        if not manager.req_to_blocks.get(name):
+            return None
+        options = self._options_of(request, 0)
+        if not options.report:
+            return None
+        # The last token that it was given has never been computed.
+        tokens, full = request.num_tokens - 1, options.is_full
+        held = manager.tokens_held(name, tokens)
+        return {
+            "policy": FULL if full else self._spec.h2o.policy,
+            "budget": None if full else manager.budgets([name])[0],
+            "tokens_held": held,
+            "tokens_evicted": tokens - held,
+        }
 
     def _update_request_as_session(self, session, update) -> None:
         # Streaming input: the next turn is read densely again, like a request

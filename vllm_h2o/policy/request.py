@@ -76,11 +76,13 @@ class RequestOptions:
             whole blocks.
         observation_window: How many of its last prompt queries score its prompt, see
             `H2OConfig.observation_window`.
+        report: Whether its answer comes with what it got.
     """
 
     policy: str | None = None
     budget: int | str | None = None
     observation_window: int | str | None = None
+    report: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -117,7 +119,7 @@ class RequestOptions:
         options._check_policy(limits.config)
         budget = options._parsed_budget(limits, most_tokens)
         window = options._parsed_window(limits.config)
-        return cls(options.policy, budget, window)
+        return cls(options.policy, budget, window, options._parsed_report())
 
     def _check_policy(self, config: H2OConfig) -> None:
         if self.policy not in (None, FULL, config.policy):
@@ -182,6 +184,14 @@ class RequestOptions:
                 f"it has no effect, as {why}: leave it out",
             )
         return parsed
+
+    def _parsed_report(self) -> bool:
+        # Where only numbers and strings can be sent, true is 1.
+        said = {"true": True, "1": True, "false": False, "0": False}
+        report = said.get(str(self.report).lower())
+        if report is None:
+            raise _bad("report", self.report, "use true or false")
+        return report
 
 
 DEFAULTS = RequestOptions()
