@@ -103,9 +103,9 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
     layers = requests.table.layers
     table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, end)
     budgets = BudgetPlacements(table, CONFIG, layout, 4, split)
-    assert budgets.alike(layout.budget) == ALIKE and not made
+    assert budgets.alike_index(layout.budget) == ALIKE and not made
     for budget in (32, 48, 48, 32):  # there is room for one
-        assert budgets.alike(budget) == 2
+        assert budgets.alike_index(budget) == 2
         sizes = table.sizes[:, 2, :, 0]
         assert (sizes == budget).all()
         assert table.placement(2).budget == budget
@@ -116,5 +116,5 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
             assert table.sizes[:, 3, 0, 0].tolist() == wanted
     assert made == ([32, 48, 32] if by_head else [])
     both = BudgetPlacements(table, CONFIG, layout, end, split)
-    assert {both.alike(32), both.alike(48)} == {2, 4}
-    assert both.alike(32) != both.alike(48)
+    assert {both.alike_index(32), both.alike_index(48)} == {2, 4}
+    assert both.alike_index(32) != both.alike_index(48)

@@ -99,7 +99,7 @@ class WorkerProbe:
         if own is not None:
             if own.has(request_id):
                 self._own[request_id] = own.table.placement(own.index(request_id))
-        elif (index := builder._filled(request_id, budget)) != ALIKE:
+        elif (index := builder._index_of(request_id, budget, True)) != ALIKE:
             self._own[request_id] = part.table.placement(index)
 
     def probe_survivors(self) -> dict[str, list[list[list[int]]]]:

@@ -42,6 +42,7 @@ def limits_of(config, device="cpu", budget=BUDGET):
         ),
         ({"h2o": {"report": True}}, RequestOptions(report=True)),
         ({"h2o_report": 1}, RequestOptions(report=True)),
+        ({"h2o_report": 1.0}, RequestOptions(report=True)),
         ({"h2o_report": "false"}, DEFAULTS),
         ({"h2o_budget": 33}, RequestOptions(budget=33)),
         ({"h2o_budget": 64.0}, RequestOptions(budget=64)),

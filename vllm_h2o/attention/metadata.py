@@ -184,7 +184,7 @@ class H2OMetadataBuilder(_Stock):
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.layout
         self.parting: Sequence[Any] = ()
-        self._budgets: BudgetPlacements | None = None
+        self._budget_placements: BudgetPlacements | None = None
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -216,7 +216,7 @@ class H2OMetadataBuilder(_Stock):
                 engine's.
         """
         assert self.compresses
-        self.step, self.parting, self._budgets = step, parting, budgets
+        self.step, self.parting, self._budget_placements = step, parting, budgets
         self._views.clear()
 
     def build(
@@ -333,35 +333,34 @@ class H2OMetadataBuilder(_Stock):
                 self._positions[:num_rows],
                 self._first_queries[:num_rows],
                 self._scratch,
-                self._placements[:num_rows] if self.parting or self._budgets else None,
+                self._placements[:num_rows]
+                if self.parting or self._budget_placements
+                else None,
             )
         return self._views[num_rows]
 
-    def _alike(self, budget: int) -> int:
-        """Index of the placement of a request that does not fill its budget yet."""
-        return self._budgets.alike(budget) if self._budgets else ALIKE
-
-    def _filled(self, request_id: str, budget: int) -> int:
-        """Index of the placement that a request has once it fills its budget."""
-        if not self.parting:
-            return self._alike(budget)
-        assert self.step is not None
-        if self.step.own:
-            return self.step.own.index(request_id)
-        return self._alike(budget) + OWN
-
-    def _placements_of(self, rows: ResidencyPlan) -> np.ndarray:
-        """`[num_rows]` index of each row's placement.
+    def _index_of(self, request_id: str, budget: int, filled: bool) -> int:
+        """Index of a request's placement, before or after it has filled its budget.
 
         Below the budget slot(p) is p, in pages of the head's own, whatever the split.
         """
+        parted = filled and bool(self.parting)
+        if parted and self.step is not None and self.step.own is not None:
+            return self.step.own.index(request_id)
+        by_budget = self._budget_placements
+        alike = by_budget.alike_index(budget) if by_budget else ALIKE
+        return alike + OWN if parted else alike
+
+    def _placements_of(self, rows: ResidencyPlan) -> np.ndarray:
+        """`[num_rows]` index of each row's placement."""
         filled = rows.num_computed_tokens >= rows.budgets
         placements = np.where(filled, OWN if self.parting else ALIKE, ALIKE)
-        for i in np.flatnonzero(rows.budgets != self.layout.budget).tolist():
-            placements[i] += self._alike(int(rows.budgets[i]))
+        others = rows.budgets != self.layout.budget
         if self.step is not None and self.step.own is not None:
-            for i in np.flatnonzero(filled).tolist():
-                placements[i] = self.step.own.index(rows.request_ids[i])
+            others |= filled
+        for i in np.flatnonzero(others).tolist():
+            budget = int(rows.budgets[i])
+            placements[i] = self._index_of(rows.request_ids[i], budget, bool(filled[i]))
         return placements
 
     def _part_ways(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
@@ -383,7 +382,7 @@ class H2OMetadataBuilder(_Stock):
                 layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
                 for layer in self.parting
             ]
-            placement = self._filled(rows.request_ids[i], row.budget)
+            placement = self._index_of(rows.request_ids[i], row.budget, True)
             transition(
                 layers, blocks, blocks, placement, row.first_query, self.spec.h2o
             )
@@ -432,9 +431,7 @@ class H2OMetadataBuilder(_Stock):
 
     def _placement(self, request_id: str, row: RowPlan) -> int:
         """Index of the placement that a prompt's transition is to."""
-        if row.prefill_end <= row.budget:
-            return self._alike(row.budget)
-        return self._filled(request_id, row.budget)
+        return self._index_of(request_id, row.budget, row.prefill_end > row.budget)
 
     def _split(self, request_id: str, row: RowPlan, layers: list[ScoredLayer]) -> int:
         """See `ObservedPrompt.split`."""

@@ -156,7 +156,7 @@ class BudgetPlacements:
         """How many indices budgets up to the engine's need, of so many requests."""
         return 2 + 2 * max(min(layout.budget_blocks - 2, max_requests), 0)
 
-    def alike(self, budget: int) -> int:
+    def alike_index(self, budget: int) -> int:
         """Where the placement of a request is that does not fill its budget yet.
 
         The one that it has from then on, where heads have budgets of their own, is at

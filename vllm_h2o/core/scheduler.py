@@ -103,7 +103,8 @@ class H2OScheduler(AsyncScheduler):
         # Checked when it came; a share of what a session has by now may be too much
         # all the same, and is cut to what there is.
         options = self._options_of(request, 0)
-        budget = self._limits.budget_of(options.budget, most)
+        asked = options.budget
+        budget = None if asked is None else self._limits.budget_of(asked, most)
         for manager in self.h2o_managers:
             manager.begin_prefill(
                 request.request_id, request.num_tokens, most, options, budget

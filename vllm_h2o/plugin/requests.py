@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.request import RequestLimits, RequestOptions
+from vllm_h2o.policy.request import RequestLimits, RequestOptions, asks_anything
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +42,8 @@ def _checking(process_inputs: Any) -> Any:
 
         request = process_inputs(self, *args, **kwargs)
         params, config = request.sampling_params, self.vllm_config
-        if params is not None and params.extra_args and h2o_config(config):
+        asks = params is not None and asks_anything(params.extra_args)
+        if asks and h2o_config(config) is not None:
             try:
                 RequestOptions.parse(
                     params.extra_args, _limits(config), _most_tokens(request, config)

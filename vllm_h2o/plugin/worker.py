@@ -277,7 +277,7 @@ class H2OWorker(_Stock):
         super().initialize_from_config(kv_cache_config)
         for managed, builder in self._h2o_builders():
             check_kernel_block_size(managed, builder.spec)
-            builder.bind(self._step, *self._place_requests(builder))
+            builder.bind(self._step, *self._make_tables(builder))
 
     @property
     def _h2o_layers(self) -> dict[str, Any]:
@@ -291,10 +291,10 @@ class H2OWorker(_Stock):
                 if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
                     yield group.kv_cache_spec, builder
 
-    def _place_requests(
+    def _make_tables(
         self, builder: H2OMetadataBuilder
     ) -> tuple[Sequence[Any], BudgetPlacements | None]:
-        """Say where requests of a KV cache group have their slots.
+        """Make the tables of where requests of a KV cache group have their slots.
 
         Returns:
             The layers whose heads part ways, and the placements of requests with

@@ -187,11 +187,17 @@ class RequestOptions:
 
     def _parsed_report(self) -> bool:
         # Where only numbers and strings can be sent, true is 1.
-        said = {"true": True, "1": True, "false": False, "0": False}
+        said = {"true": True, "1": True, "1.0": True}
+        said |= {"false": False, "0": False, "0.0": False}
         report = said.get(str(self.report).lower())
         if report is None:
             raise _bad("report", self.report, "use true or false")
         return report
+
+
+def asks_anything(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether something in a request's `extra_args` is meant for H2O."""
+    return any(str(name).startswith(KEY) for name in extra_args or ())
 
 
 DEFAULTS = RequestOptions()

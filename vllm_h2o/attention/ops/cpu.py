@@ -288,12 +288,14 @@ def score_by_gate(
 ) -> None:
     """See `vllm_h2o.attention.ops.score_by_gate`."""
     assert dense_blocks.dtype == torch.int32 and dense_blocks.stride(0) == 1
+    keys = layers[0].pages.keys
+    check_supported(keys.dtype, keys.shape[2], keys.shape[3])
     all_args = (_GateArgs * len(layers))()
     for args, layer in zip(all_args, layers, strict=True):
         _set_gate_args(args, layer)
         args.blocks, args.first_query = dense_blocks.data_ptr(), first_query
         args.num_threads = torch.get_num_threads()
-    _run(_function("gate", layers[0].pages.keys.dtype), "gate", all_args)
+    _run(_function("gate", keys.dtype), "gate", all_args)
 
 
 def _set_gate_args(args: _GateArgs, layer: ScoredLayer) -> None:
@@ -306,6 +308,7 @@ def _set_gate_args(args: _GateArgs, layer: ScoredLayer) -> None:
     assert scores.dtype == torch.float32 and scores.is_contiguous()
     args.scores = scores.data_ptr()
     assert gate is not None and gate.weights.is_contiguous()
+    assert gate.weights.dtype == torch.float32
     assert gate.weights.shape == (args.num_kv_heads, 2 * args.head_size + 4)
     args.weights, args.group = gate.weights.data_ptr(), gate.group
     if gate.rotation is None:
