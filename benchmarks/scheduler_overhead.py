@@ -78,6 +78,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--budget", type=int, default=256, help="slots per request")
     parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument("--log-stats", action="store_true", help="with the metrics")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each")
     parser.add_argument("--steps", type=int, default=50, help="per turn")
     default = Path("benchmarks/results/scheduler_overhead.json")
@@ -120,7 +121,7 @@ class SchedulerDriver:
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=_BLOCK_SIZE,
-            log_stats=False,
+            log_stats=args.log_stats,
         )
         init_none_hash(sha256)
         hasher = get_request_block_hasher(_BLOCK_SIZE, sha256)

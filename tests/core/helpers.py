@@ -96,6 +96,7 @@ class Driver:
         chunk: int = 48,
         hybrid: bool = False,
         policy: str = "h2o",
+        log_stats: bool = False,
     ) -> None:
         config = config_of(window, budget, chunk, policy)
         config.cache_config.num_gpu_blocks = num_blocks
@@ -108,7 +109,7 @@ class Driver:
             kv_cache_config=KVCacheConfig(num_blocks, [], groups),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,
-            log_stats=False,
+            log_stats=log_stats,
         )
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
@@ -172,8 +173,8 @@ class Driver:
         self.check()
         return output
 
-    def process(self) -> None:
-        """Give the scheduler the output of the oldest step in flight."""
+    def process(self) -> dict[int, Any]:
+        """Give the scheduler the output of the oldest step in flight; what it says."""
         output = self.in_flight.popleft()
         names = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
@@ -184,13 +185,15 @@ class Driver:
             self.outputs.setdefault(name, []).extend(sampled[-1])
         index = {name: i for i, name in enumerate(names)}
         result = ModelRunnerOutput(names, index, sampled)
-        for outputs in self.scheduler.update_from_output(output, result).values():
+        said = self.scheduler.update_from_output(output, result)
+        for outputs in said.values():
             for ended in outputs.outputs:
                 if ended.finish_reason is not None:
                     self.finished[ended.request_id] = ended.finish_reason
                     if ended.kv_transfer_params:
                         self.reports[ended.request_id] = ended.kv_transfer_params["h2o"]
         self.check()
+        return said
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)

@@ -78,13 +78,14 @@ class Server:
             **options,
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Values of the metrics by name, without labels."""
+    def metrics(self, *labels: str) -> dict[str, float]:
+        """Values of the metrics by name, of those that have these labels."""
         answer = requests.get(f"{self.base}/metrics", timeout=SECONDS)
         return {
             line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1])
             for line in answer.text.splitlines()
-            if line.startswith("vllm:")
+            if line.startswith(("vllm:", "h2o_"))
+            and all(label in line for label in labels)
         }
 
     def wait_until_idle(self) -> None:
@@ -262,6 +263,31 @@ def test_examples(server, command):
     assert held[0] == "64" and len(held) == (2 if "py" in str(command[1]) else 1)
 
 
+def test_metrics_say_what_is_evicted(server):
+    """Of one that is compressed, one with less than the server's budget, a full one."""
+    before = server.metrics('engine="0"')
+    (prompt,) = prompts_of(600)
+    for wishes in (None, {"h2o_budget": 64}, {"h2o_policy": "full"}):
+        server.complete(prompt, 50, wishes)
+    server.wait_until_idle()
+    now = server.metrics(f'model_name="{server.model}"', 'engine="0"')
+    grown = {name: value - before[name] for name, value in now.items()}
+    length = 600 + 49  # the last token of an answer is not computed
+    evicted = [length - BUDGET, length - 64]
+    assert grown["h2o_transitions_total"] == 2
+    assert grown["h2o_evicted_tokens_total"] == sum(evicted)
+    assert grown["h2o_freed_dense_blocks_total"] == 2 * -(-600 // 32)
+    assert grown["h2o_evicted_share_count"] == 3
+    share = sum(evicted) / length
+    assert grown["h2o_evicted_share_sum"] == pytest.approx(share)
+    assert now["h2o_budget_tokens"] == BUDGET
+    assert now["h2o_dense_blocks"] == now["h2o_resident_blocks"] == 0
+    for state in ("resident", "prefilling", "kept_whole"):
+        assert server.metrics(f'state="{state}"') == {"h2o_requests": 0}
+    asked = server.metrics('policy="h2o"', 'head_budgets="auto"', 'prompt_score="auto"')
+    assert asked == {"h2o_policy_info": 1}
+
+
 def test_counters_are_logged_at_shutdown(server):
     server.wait_until_idle()
     server.stop()
@@ -273,5 +299,8 @@ def test_counters_are_logged_at_shutdown(server):
         for part in line.split("H2O counters:")[1].replace("\x1b[0m", "").split(",")
     )
     assert int(counters["transitions"]) >= 12
+    # The front end's last word, which does not need the core to live that long.
+    *_, said = re.findall(r"Engine 000: H2O transitions: (\d+), evicted tokens", text)
+    assert said == counters["transitions"]
     assert int(counters["tokens_evicted"]) > 1000
     assert int(counters["blocks_in_use"]) == 0

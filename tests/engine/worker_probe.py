@@ -45,11 +45,15 @@ class WorkerProbe:
         prefix caching that is the budget alone.
         """
         config = parse_settings(json.loads(settings))
+        alike = True
         for builder in self._builders():
             spec = dataclasses.replace(builder.spec, h2o=config)
             assert spec.layout.budget == builder.layout.budget
             builder.spec, builder.layout = spec, spec.layout
+            alike = alike and not builder.parting
         for layer in self._layers().values():
+            if alike:  # requests' own budgets are of the policy that was
+                layer.impl.placements = None
             layer.impl.h2o = config
             layer.impl._bound = ()
         self._scoring = config

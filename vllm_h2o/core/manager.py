@@ -62,6 +62,8 @@ class H2OManager(FullAttentionManager):
         self.budget = self._layout.budget
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
+        self.resident_blocks = 0
+        self._num_resident = self._num_kept_whole = 0
         self._prefill_end: dict[str, int] = {}
         self._first_query: dict[str, int] = {}
         self._budget: dict[str, int] = {}
@@ -207,9 +209,13 @@ class H2OManager(FullAttentionManager):
         dense, resident = self._missing(request_id, num_tokens)
         blocks = self.req_to_blocks[request_id]
         start = len(blocks)
+        if request_id not in self._served:
+            self._num_kept_whole += self.is_kept_whole(request_id)
         blocks.extend(self._new_blocks(dense))
         if resident:
+            self.resident_blocks += resident
             if len(blocks) <= self.dense_columns:
+                self._num_resident += 1
                 self._releasing.add(request_id)
             padding = max(self.dense_columns - len(blocks), 0)
             blocks.extend([self._null_block] * padding)
@@ -246,8 +252,19 @@ class H2OManager(FullAttentionManager):
         """Whether the request's transition step has been scheduled."""
         return len(self.req_to_blocks.get(request_id, ())) > self.dense_columns
 
+    def requests_by_state(self) -> tuple[int, int, int]:
+        """Requests that hold blocks: resident, still reading, kept whole."""
+        resident, whole = self._num_resident, self._num_kept_whole
+        return resident, len(self._served) - resident - whole, whole
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Drop the request's state with its blocks."""
+        if self.is_resident(request_id):
+            self._num_resident -= 1
+            held = len(self.req_to_blocks[request_id])
+            self.resident_blocks -= held - self.dense_columns
+        elif request_id in self._served:
+            self._num_kept_whole -= self.is_kept_whole(request_id)
         self._prefill_end.pop(request_id, None)
         self._first_query.pop(request_id, None)
         self._budget.pop(request_id, None)
@@ -301,6 +318,17 @@ class H2OManager(FullAttentionManager):
         )
 
     # --------------------------------------------------------------- integrity
+
+    def check_counts(self) -> None:
+        """Assert that what is counted step by step is what the rows say."""
+        held = [name for name, blocks in self.req_to_blocks.items() if blocks]
+        assert set(held) == set(self._served)
+        resident = [name for name in held if self.is_resident(name)]
+        whole = sum(map(self.is_kept_whole, held))
+        reading = len(held) - len(resident) - whole
+        assert self.requests_by_state() == (len(resident), reading, whole)
+        rows = [self.req_to_blocks[name][self.dense_columns :] for name in resident]
+        assert self.resident_blocks == sum(map(len, rows))
 
     def check_request(self, request_id: str) -> None:
         """Assert that a request's row has the shape that its counts imply."""
@@ -357,6 +385,8 @@ def check_integrity(managers: Iterable[SingleTypeKVCacheManager]) -> None:
     pool, null = managers[0].block_pool, managers[0].block_pool.null_block
     owners: Counter[int] = Counter()
     for manager in managers:
+        if isinstance(manager, H2OManager):
+            manager.check_counts()
         for request_id, blocks in manager.req_to_blocks.items():
             owners.update(b.block_id for b in blocks if b is not null)
             if isinstance(manager, H2OManager) and blocks:

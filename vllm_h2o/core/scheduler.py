@@ -14,6 +14,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_h2o.core.manager import H2OManager, publish_alike
+from vllm_h2o.core.metrics import Reporter
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
@@ -22,6 +23,7 @@ from vllm_h2o.policy.request import DEFAULTS, RequestLimits, RequestOptions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
@@ -48,6 +50,7 @@ class H2OScheduler(AsyncScheduler):
         device = self.vllm_config.device_config.device_type
         self._limits = RequestLimits.of(self._spec.h2o, self._layout, device)
         self.h2o_stats = H2OStats()
+        self._reporter = Reporter()
         self._restarted: list[str] = []
         self._logged_counters = ""
         logger.info_once("%s", self._summary())
@@ -111,12 +114,32 @@ class H2OScheduler(AsyncScheduler):
             )
         return super()._get_local_prefix_cache_hit(request)
 
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """What the front end's loggers get, with our report in it."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            report = self._reporter.report(self.h2o_stats, self.h2o_managers)
+            stats.num_kv_fetch_reqs_by_stage.update(report.pack())
+        return stats
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any):
         report = self._report(request)
+        self._count_finished(request)
         transferred, *others = super()._free_request(request, *args, **kwargs)
         if report:
             transferred = {**(transferred or {}), "h2o": report}
         return transferred, *others
+
+    def _count_finished(self, request: Request) -> None:
+        """For the metrics; of a request that has read its prompt."""
+        manager, name = self.h2o_managers[0], request.request_id
+        answers = request.num_output_tokens and manager.req_to_blocks.get(name)
+        if not self.log_stats or not answers:
+            return
+        tokens = request.num_tokens - 1
+        if manager.is_resident(name) or manager.is_kept_whole(name):
+            held = manager.tokens_held(name, tokens)
+            self._reporter.finish(tokens - held, tokens)
 
     def _report(self, request: Request) -> dict[str, Any] | None:
         """What a finished request got, if it asked for that and ever ran.

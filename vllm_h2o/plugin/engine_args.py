@@ -134,9 +134,11 @@ def configured(create_engine_config):
             vars(self).update(given)
         check(vllm_config)
         if h2o_config(vllm_config) is not None:
+            from vllm_h2o.plugin.metrics import add_metrics
             from vllm_h2o.plugin.requests import check_requests
 
             check_requests()
+            add_metrics()
         return vllm_config
 
     return wrapped

@@ -1,0 +1,143 @@
+"""What the scheduler reports, after the trip to another process."""
+
+from collections import Counter
+
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.core.helpers import Driver
+from vllm_h2o.core.metrics import StepReport
+
+INCREMENTS = ("transitions", "evicted_tokens", "freed_dense_blocks")
+
+
+class Front:
+    """A front end: the last report, and what its increments add up to."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.last = StepReport()
+        self.total: Counter[str] = Counter()
+        self.finished: Counter[tuple[int, int]] = Counter()
+
+    def process(self) -> None:
+        for outputs in self.driver.process().values():
+            if (stats := travelled(outputs).scheduler_stats) is None:
+                continue
+            report = StepReport.take(stats.num_kv_fetch_reqs_by_stage)
+            assert report is not None
+            assert not any("h2o" in name for name in stats.num_kv_fetch_reqs_by_stage)
+            self.last = report
+            self.total.update({name: getattr(report, name) for name in INCREMENTS})
+            self.finished.update(report.finished)
+
+    def step(self) -> None:
+        self.driver.schedule()
+        self.process()
+
+    def drain(self) -> None:
+        while self.driver.in_flight:
+            self.process()
+        while self.driver.scheduler.has_requests():
+            self.step()
+
+    @property
+    def requests(self) -> dict[str, int]:
+        states = ("kept_whole", "prefilling", "resident")
+        return {state: getattr(self.last, state) for state in states}
+
+    def assert_counted(self) -> None:
+        stats = self.driver.scheduler.h2o_stats
+        assert dict(self.total) == {
+            "transitions": stats.transitions,
+            "evicted_tokens": stats.tokens_evicted,
+            "freed_dense_blocks": stats.blocks_freed,
+        }
+
+
+def travelled(outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+    frames = MsgpackEncoder().encode(outputs)
+    return MsgpackDecoder(EngineCoreOutputs).decode(frames)
+
+
+def test_three_kinds_of_requests():
+    driver = Driver(
+        num_blocks=64, log_stats=True
+    )  # a budget of 64, chunks of 48, blocks of 16
+    front = Front(driver)
+    driver.add([*range(40)], 10)  # fits the budget
+    driver.add([*range(500, 600)], 30)
+    front.step()
+    assert front.requests == {"kept_whole": 1, "prefilling": 1, "resident": 0}
+    assert (front.last.dense_blocks, front.last.resident_blocks) == (3 + 1, 0)
+    for _ in range(3):
+        front.step()
+    assert front.requests == {"kept_whole": 1, "prefilling": 0, "resident": 1}
+    # Its dense blocks have gone, the other's tokens take three.
+    assert (front.last.dense_blocks, front.last.resident_blocks) == (3, 4)
+    front.drain()
+    assert not any(front.requests.values())
+    assert front.last.dense_blocks == front.last.resident_blocks == 0
+    front.assert_counted()
+    assert front.total["transitions"] == 1
+    # The last token of an answer is not computed.
+    assert front.finished == {(0, 49): 1, (129 - 64, 129): 1}
+    assert front.total["evicted_tokens"] == 129 - 64
+
+
+def test_aborted_and_preempted_requests():
+    driver = Driver(num_blocks=64, log_stats=True)
+    front = Front(driver)
+    early = driver.add([*range(100)], 30)
+    front.step()
+    driver.abort(early)
+    late = driver.add([*range(200, 300)], 30)
+    for _ in range(5):
+        front.step()
+    assert front.last.resident == 1
+    driver.preempt_all()
+    for _ in range(5):
+        front.step()
+    assert front.last.resident == 1
+    driver.abort(late)
+    front.drain()
+    front.assert_counted()
+    assert front.total["transitions"] == 2
+    # Who ends before the end of the prompt has no share.
+    assert sum(front.finished.values()) == 1
+    driver.assert_pool_whole()
+
+
+def test_windowed_layers_and_two_steps_in_flight():
+    driver = Driver(num_blocks=64, hybrid=True, log_stats=True)
+    front = Front(driver)
+    driver.add([*range(100)], 30)
+    driver.schedule()
+    while driver.scheduler.has_unfinished_requests():
+        driver.schedule()
+        front.process()
+    front.drain()
+    front.assert_counted()
+    assert front.last.resident_blocks == front.last.dense_blocks == 0
+
+
+def test_budgets_of_requests_count():
+    driver = Driver(num_blocks=64, log_stats=True)
+    front = Front(driver)
+    driver.add([*range(100)], 30, budget=32)
+    driver.add([*range(200, 300)], 30, policy="full")
+    for _ in range(6):
+        front.step()
+    assert front.requests == {"kept_whole": 1, "prefilling": 0, "resident": 1}
+    assert front.last.resident_blocks == 2
+    front.drain()
+    front.assert_counted()
+    assert front.finished == {(129 - 32, 129): 1, (0, 129): 1}
+
+
+def test_nothing_is_gathered_where_stats_are_off():
+    driver = Driver(num_blocks=64)
+    driver.add([*range(100)], 30)
+    driver.drain()
+    assert driver.scheduler.make_stats() is None
+    assert not driver.scheduler._reporter._finished
