@@ -60,6 +60,28 @@ def travelled(outputs: EngineCoreOutputs) -> EngineCoreOutputs:
     return MsgpackDecoder(EngineCoreOutputs).decode(frames)
 
 
+def test_stocks_own_line_says_nothing_of_it(monkeypatch):
+    """Of a front end that lacks our logger."""
+    from vllm.v1.metrics import loggers
+
+    said: list[str] = []
+
+    def say(message, *values):
+        said.append(message % values)
+
+    for level in ("info", "debug"):  # the latter where no tokens are known of
+        monkeypatch.setattr(loggers.logger, level, say)
+    driver = Driver(num_blocks=64, log_stats=True)
+    driver.add([*range(100)], 30)
+    driver.schedule()
+    (outputs,) = driver.process().values()
+    line = loggers.LoggingStatLogger(driver.scheduler.vllm_config)
+    line.record(travelled(outputs).scheduler_stats, None)
+    line.log()
+    assert any("Running: 1 reqs" in part for part in said)
+    assert not any("h2o" in part or "KV fetch" in part for part in said)
+
+
 def test_three_kinds_of_requests():
     driver = Driver(
         num_blocks=64, log_stats=True

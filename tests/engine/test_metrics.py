@@ -24,6 +24,9 @@ NAMES = {
     "h2o_evicted_share_count",
     "h2o_evicted_share_sum",
     "h2o_policy_info",
+    "h2o_transition_seconds_bucket",
+    "h2o_transition_seconds_count",
+    "h2o_transition_seconds_sum",
 }
 STATES = {"resident", "prefilling", "kept_whole"}
 
@@ -74,6 +77,8 @@ def test_llm_in_one_process(tmp_path):
             assert now["h2o_evicted_tokens_total"] == stats["tokens_evicted"]
             assert now["h2o_freed_dense_blocks_total"] == stats["blocks_freed"]
             assert now["h2o_evicted_share_count"] == 2
+            assert now["h2o_transition_seconds_count"] == 1
+            assert 0 < now["h2o_transition_seconds_sum"] < 60
 
 
 def test_gauges_while_requests_run(tmp_path):
@@ -120,17 +125,15 @@ def test_line_of_the_log_while_something_changes(tmp_path, monkeypatch):
 
 
 def test_stats_off_and_stock_engines_have_none(tmp_path):
+    """Nor what an engine before them had, where stats are on."""
     model = save_llama(tmp_path)
     policy = {"kv_policy": "h2o", "h2o_budget": 64}
-    for options in (OPTIONS, OPTIONS | policy | {"disable_log_stats": True}):
-        forget()
-        with engine(model, **options, worker_extension_cls="") as llm:
-            llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy(4), use_tqdm=False)
-            assert not names(registered())
-
-
-def forget():
-    """Metrics of an engine that has gone stay until the next, as stock's do."""
-    from vllm_h2o.plugin.metrics import _unregister
-
-    _unregister()
+    with engine(model, **OPTIONS | policy):
+        assert names(registered()) == NAMES
+    inert = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
+    with engine(model, **OPTIONS, **inert) as llm:
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy(4), use_tqdm=False)
+        assert not names(registered())
+    with engine(model, **(OPTIONS | policy | {"disable_log_stats": True})) as llm:
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy(4), use_tqdm=False)
+        assert not names(registered())

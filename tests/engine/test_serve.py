@@ -278,6 +278,8 @@ def test_metrics_say_what_is_evicted(server):
     assert grown["h2o_evicted_tokens_total"] == sum(evicted)
     assert grown["h2o_freed_dense_blocks_total"] == 2 * -(-600 // 32)
     assert grown["h2o_evicted_share_count"] == 3
+    assert grown["h2o_transition_seconds_count"] == 2
+    assert 0 < grown["h2o_transition_seconds_sum"] < 60
     share = sum(evicted) / length
     assert grown["h2o_evicted_share_sum"] == pytest.approx(share)
     assert now["h2o_budget_tokens"] == BUDGET

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,8 @@ class StepRows:
         """What the next step begins with, by request id: its transition."""
         self.own: RequestPlacements | None = None
         """Where requests split their slots each in its own way."""
+        self.seconds: list[float] = []
+        """That transitions between steps have taken; for whoever takes them out."""
         self._plan: ResidencyPlan | None = None
         self._partial: dict[str, PartialStates] = {}
 
@@ -125,8 +128,11 @@ class StepRows:
             return  # most steps; inference mode takes longer than all else here
         with torch.inference_mode():
             for request_id in list(self.later):
-                for work in self.later.pop(request_id):
+                start, works = time.perf_counter(), self.later.pop(request_id)
+                for work in works:
                     work()
+                if works:
+                    self.seconds.append(time.perf_counter() - start)
 
     def end(self) -> None:
         """Forget the plan: what runs now is a dummy run."""

@@ -1,24 +1,25 @@
 """What the scheduler reports of each step, on its way to the front end's loggers.
 
 It rides in vLLM's `SchedulerStats`, of which only declared fields survive the trip
-between processes: in `num_kv_fetch_reqs_by_stage`, a dictionary of counts by name. A
-front end that lacks our logger ignores names there that it does not know.
+between processes: in `num_kv_fetch_reqs_by_stage`, a dictionary of counts by name. All
+of it is in one name, whose count is 0: so a front end without our logger, which adds
+those counts up for its log, says nothing that it would not say without us.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_h2o.core.manager import H2OManager
     from vllm_h2o.core.stats import H2OStats
 
 _PREFIX = "h2o:"
-_FINISHED = f"{_PREFIX}finished:"
-"""Then the tokens evicted, `:` and those of the context; the value counts requests."""
 
 
 @dataclass
@@ -37,6 +38,7 @@ class StepReport:
         prefilling: Requests that hold blocks and will be resident, now.
         kept_whole: Requests that can not outgrow their budget, or keep all, now.
         finished: How many requests have finished, by `(evicted, context)` tokens.
+        took: How many transitions have taken so many microseconds.
     """
 
     transitions: int = 0
@@ -48,32 +50,44 @@ class StepReport:
     prefilling: int = 0
     kept_whole: int = 0
     finished: Counter[tuple[int, int]] = field(default_factory=Counter)
+    took: Counter[int] = field(default_factory=Counter)
 
     def pack(self) -> dict[str, int]:
-        """As counts by name."""
-        packed = {_PREFIX + name: getattr(self, name) for name in _COUNTS}
-        for (evicted, context), count in self.finished.items():
-            packed[f"{_FINISHED}{evicted}:{context}"] = count
-        return packed
+        """As a name with a count of 0."""
+        finished = [[*tokens, count] for tokens, count in self.finished.items()]
+        values = vars(self) | {"finished": finished, "took": [*self.took.items()]}
+        return {_PREFIX + json.dumps(values): 0}
 
     @classmethod
     def take(cls, counts: dict[str, int]) -> StepReport | None:
         """Take a report out of counts by name; None: there is none."""
-        names = [name for name in counts if name.startswith(_PREFIX)]
-        if not names:
+        packed = next((name for name in counts if name.startswith(_PREFIX)), None)
+        if packed is None:
             return None
-        report = cls()
-        for name in names:
-            count = counts.pop(name)
-            if name.startswith(_FINISHED):
-                evicted, context = name.removeprefix(_FINISHED).split(":")
-                report.finished[int(evicted), int(context)] = count
-            else:
-                setattr(report, name.removeprefix(_PREFIX), count)
-        return report
+        del counts[packed]
+        values = json.loads(packed.removeprefix(_PREFIX))
+        finished = {(evicted, all_): n for evicted, all_, n in values.pop("finished")}
+        took = Counter(dict(values.pop("took")))
+        return cls(**values, finished=Counter(finished), took=took)
 
 
-_COUNTS = [name for name, value in vars(StepReport()).items() if isinstance(value, int)]
+def attach_seconds(output: Any, seconds: list[float]) -> Any:
+    """Hang what transitions took on what a worker returns of a step, now or later.
+
+    Args:
+        output: vLLM's `ModelRunnerOutput`, or what that is asked of when it is there.
+        seconds: Of each.
+
+    Returns:
+        The output to return: another one where it stands for any step's.
+    """
+    if hasattr(output, "get_output"):
+        wait = output.get_output
+        output.get_output = lambda: attach_seconds(wait(), seconds)
+        return output
+    output = copy.copy(output)
+    output.h2o_transition_seconds = seconds
+    return output
 
 
 class Reporter:
@@ -83,6 +97,12 @@ class Reporter:
         """Begin at zero."""
         self._reported = (0, 0, 0)
         self._finished: Counter[tuple[int, int]] = Counter()
+        self._took: Counter[int] = Counter()
+
+    def time(self, output: Any) -> None:
+        """Note what transitions took, if that hangs on what a worker has returned."""
+        for seconds in getattr(output, "h2o_transition_seconds", ()):
+            self._took[round(1e6 * seconds)] += 1
 
     def finish(self, evicted: int, context: int) -> None:
         """Note a request that has finished, in tokens."""
@@ -105,7 +125,8 @@ class Reporter:
             prefilling=prefilling,
             kept_whole=kept_whole,
             finished=self._finished,
+            took=self._took,
         )
         self._reported = stats.transitions, stats.tokens_evicted, stats.blocks_freed
-        self._finished = Counter()
+        self._finished, self._took = Counter(), Counter()
         return report

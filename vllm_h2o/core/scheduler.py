@@ -114,6 +114,12 @@ class H2OScheduler(AsyncScheduler):
             )
         return super()._get_local_prefix_cache_hit(request)
 
+    def update_from_output(self, scheduler_output, model_runner_output):
+        """Take in a step's results, with what its transitions took."""
+        if self.log_stats:
+            self._reporter.time(model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """What the front end's loggers get, with our report in it."""
         stats = super().make_stats(*args, **kwargs)

@@ -56,6 +56,8 @@ STATES = ("resident", "prefilling", "kept_whole")
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """Upper bounds of buckets; the first holds requests that lost nothing."""
 
+SECONDS = tuple(step * 10.0**power for power in (-4, -3, -2, -1) for step in (1, 2, 5))
+
 
 def add_metrics() -> None:
     """Give the engines of this process that have H2O its metrics; idempotent."""
@@ -67,6 +69,7 @@ def add_metrics() -> None:
     def init(
         self, vllm_config, engine_idxs=None, custom_stat_loggers=None, *args, **kwargs
     ) -> None:
+        _unregister()
         if h2o_config(vllm_config) is not None:
             custom_stat_loggers = [H2OStatLogger, *(custom_stat_loggers or ())]
         stock(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
@@ -79,7 +82,6 @@ class H2OStatLogger(AggregateStatLoggerBase):
     """The metrics of a front end's engines, and a line in the log for each engine."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
-        _unregister()
         name = vllm_config.model_config.served_model_name
         self._labels = {index: (name, str(index)) for index in engine_indexes}
         self._counters = {
@@ -98,6 +100,14 @@ class H2OStatLogger(AggregateStatLoggerBase):
                 "evicted_share",
                 "Share of its context that a finished request had lost, 0 to 1.",
                 buckets=SHARES,
+            )
+        )
+        self._seconds = self._each(
+            _metric(
+                Histogram,
+                "transition_seconds",
+                "Time to compress a prompt, where the worker's device is the CPU.",
+                buckets=SECONDS,
             )
         )
         self._set_constants(vllm_config)
@@ -151,6 +161,9 @@ class H2OStatLogger(AggregateStatLoggerBase):
         for (evicted, context), count in report.finished.items():
             for _ in range(count):
                 self._shares[engine_idx].observe(evicted / context)
+        for microseconds, count in report.took.items():
+            for _ in range(count):
+                self._seconds[engine_idx].observe(1e-6 * microseconds)
         if engine_idx in self._lines:
             self._lines[engine_idx].add(report)
 

@@ -35,6 +35,7 @@ from vllm_h2o.attention.placements import (
     PlacementTable,
     RequestPlacements,
 )
+from vllm_h2o.core.metrics import attach_seconds
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.settings import h2o_config, settle
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -414,9 +415,20 @@ class H2OWorker(_Stock):
         gone |= scheduler_output.preempted_req_ids or set()
         self._step.begin(self._plan, sorted(gone))
         try:
-            return super().execute_model(scheduler_output)
+            return self._timed(super().execute_model(scheduler_output))
         finally:
             self._step.end()
+
+    def sample_tokens(self, grammar_output):
+        """Sample, where that is a step of its own."""
+        return self._timed(super().sample_tokens(grammar_output))
+
+    def _timed(self, output: Any) -> Any:
+        """What a step returns, with what transitions before it took."""
+        if output is None or not self._step.seconds:
+            return output
+        seconds, self._step.seconds = self._step.seconds, []
+        return attach_seconds(output, seconds)
 
     def h2o_stats(self) -> dict[str, int]:
         """The scheduler's counters up to the last executed step."""
