@@ -163,7 +163,8 @@ class H2OImpl(_Stock):
         prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
         observe(query, pages, prompt, position, state, params)
         layer = ScoredLayer(pages, state, params)
-        placement = OWN if params.placements else ALIKE
+        part = params.placements
+        placement = OWN if part and part.table.has(OWN) else ALIKE
         transition([layer], prompt, resident, placement, position, self.h2o)
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)

@@ -83,6 +83,10 @@ class PlacementTable:
         table.put(OWN, placement)
         return table
 
+    def has(self, index: int) -> bool:
+        """Whether a placement has been put there."""
+        return index in self._placements
+
     def placement(self, index: int) -> Placement:
         """The placement that has been put there."""
         return self._placements[index]
