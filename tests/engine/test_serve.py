@@ -1,5 +1,6 @@
 """`vllm serve` as a process of its own, driven by the openai client."""
 
+import math
 import os
 import re
 import signal
@@ -14,7 +15,9 @@ import openai
 import pytest
 import requests
 
+from tests import prometheus
 from tests.engine.helpers import model_with_profile, prompts_of
+from tests.test_monitoring import RULES, queries
 
 pytestmark = pytest.mark.engine
 
@@ -288,6 +291,26 @@ def test_metrics_say_what_is_evicted(server):
         assert server.metrics(f'state="{state}"') == {"h2o_requests": 0}
     asked = server.metrics('policy="h2o"', 'head_budgets="auto"', 'prompt_score="auto"')
     assert asked == {"h2o_policy_info": 1}
+
+
+def test_dashboard_and_rules_on_a_prometheus_that_scrapes_it(server, tmp_path):
+    target = server.base.removeprefix("http://")
+    with prometheus.scraping(target, tmp_path) as watching:
+        with ThreadPoolExecutor(4) as clients:
+            list(clients.map(lambda p: server.complete(p, 60), prompts_of(*[500] * 8)))
+        watching.wait_for("increase(h2o_evicted_share_count[1m]) > 0")
+        for panel, expression in queries().items():
+            for variable in ("$model_name", "$engine"):
+                expression = expression.replace(variable, ".*")
+            values = watching.values(expression.replace("$__rate_interval", "1m"))
+            assert values and all(map(math.isfinite, values)), panel
+        for rule in (rule for group in RULES["groups"] for rule in group["rules"]):
+            if "record" in rule:
+                watching.wait_for(f"last_over_time({rule['record']}[1m])")
+        groups = watching.ask("rules")["groups"]
+        states = [rule["health"] for group in groups for rule in group["rules"]]
+        assert states == ["ok"] * sum(len(group["rules"]) for group in RULES["groups"])
+        assert watching.ask("alerts")["alerts"] == []
 
 
 def test_counters_are_logged_at_shutdown(server):
