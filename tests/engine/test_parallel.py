@@ -1,10 +1,13 @@
 """Tensor parallel: two ranks choose for their own KV heads and agree with one."""
 
+import itertools
+
 import pytest
 import torch
 
 from tests.engine.helpers import assert_pool_whole, engine, greedy
 from tests.engine.tiny_models import random_prompts, save_llama
+from vllm_h2o.inspect import joined as joined_heads
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
@@ -16,7 +19,7 @@ NUM_TOKENS, BUDGET, MAX_MODEL_LEN = 150, 128, 1024
 PROMPTS = random_prompts(90, 300, 410, 601, seed=2)
 
 
-def run(model, size, budget=BUDGET, policy="h2o", **options):
+def run(model, size, budget=BUDGET, policy="h2o", shares_heads=False, **options):
     """Tokens and logprobs by prompt; survivors by rank, prompt, layer and KV head."""
     with engine(
         model,
@@ -30,10 +33,12 @@ def run(model, size, budget=BUDGET, policy="h2o", **options):
         **options,
     ) as llm:
         llm.collective_rpc("probe_watch")
+        llm.collective_rpc("h2o_record")
         inputs = [{"prompt_token_ids": p} for p in PROMPTS]
         sampling = greedy(NUM_TOKENS, logprobs=5, detokenize=False)
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         ranks = llm.collective_rpc("probe_survivors")
+        records = llm.collective_rpc("h2o_recorded")
         assert_pool_whole(llm)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     logprobs = [
@@ -43,7 +48,24 @@ def run(model, size, budget=BUDGET, policy="h2o", **options):
         ]
         for output in outputs
     ]
-    return tokens, logprobs, [list(rank.values()) for rank in ranks]
+    survivors = [list(rank.values()) for rank in ranks]
+    if not shares_heads:
+        recorded = [held(of_prompt) for of_prompt in zip(*records, strict=True)]
+        assert recorded == joined(survivors)
+    return tokens, logprobs, survivors
+
+
+def held(records):
+    """Survivors by layer and KV head, of what ranks have recorded of a request."""
+    heads = joined_heads(records)["heads"]
+    layers = itertools.groupby(heads, key=lambda head: head["layer"])
+    return [
+        [
+            [at for at, lost_at in enumerate(head["lost_at"]) if lost_at < 0]
+            for head in heads
+        ]
+        for _, heads in layers
+    ]
 
 
 def joined(ranks):
@@ -106,7 +128,7 @@ def test_ranks_that_share_a_head_give_the_result_of_one_where_nothing_is_evicted
     model = save_llama(tmp_path, num_key_value_heads=1)
     *one, _ = run(model, 1, budget=MAX_MODEL_LEN)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    *two, _ = run(model, 2, budget=MAX_MODEL_LEN)
+    *two, _ = run(model, 2, budget=MAX_MODEL_LEN, shares_heads=True)
     assert_same_answers(one, two)
 
 
@@ -121,7 +143,7 @@ def test_ranks_that_share_a_head_choose_by_their_own_queries(
     if budgets == "by head":
         save_profile(model, 1)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    tokens, _, (first, second) = run(model, 2)
+    tokens, _, (first, second) = run(model, 2, shares_heads=True)
     assert [len(t) for t in tokens] == [NUM_TOKENS] * len(PROMPTS)
     assert len({tuple(t) for t in tokens}) == len(tokens)
     assert slots(first) == slots(second)

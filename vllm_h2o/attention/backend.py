@@ -79,6 +79,16 @@ class H2OImpl(_Stock):
         self.gate: LayerGate | None = None
         self._bound: tuple[Any, ...] = ()
 
+    @property
+    def pages(self) -> Pages:
+        """Those of the cache that the layer has last run on."""
+        return self._pages
+
+    @property
+    def layout(self) -> SlotLayout:
+        """The slots of a head on average."""
+        return self._params.layout
+
     def view(self, kv_cache: torch.Tensor) -> Pages:
         """View the cache as the platform's stock kernels lay it out."""
         raise NotImplementedError

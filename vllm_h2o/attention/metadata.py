@@ -99,6 +99,8 @@ class StepRows:
         """Where requests split their slots each in its own way."""
         self.seconds: list[float] = []
         """That transitions between steps have taken; for whoever takes them out."""
+        self.watchers: list[Callable[[Any, torch.Tensor, ResidencyPlan], None]] = []
+        """Told of each step by each builder, with its block table; see survivors.py."""
         self._plan: ResidencyPlan | None = None
         self._partial: dict[str, PartialStates] = {}
 
@@ -141,6 +143,7 @@ class StepRows:
     def clear(self) -> None:
         """Forget all requests: the KV cache goes."""
         self.later.clear()
+        self.watchers.clear()
         self._partial.clear()
         self.own = None
 
@@ -238,6 +241,9 @@ class H2OMetadataBuilder(_Stock):
             if self.compresses and self.device.type != "cpu":
                 return self._build_dummy(common_prefix_len, common, fast_build)
             return super().build(common_prefix_len, common, fast_build)
+        assert self.step is not None
+        for watcher in self.step.watchers:
+            watcher(self, common.block_table_tensor, rows)
         metadata = H2OMetadata(self.layout)
         decodes = rows.decodes
         if not decodes.all():
@@ -345,7 +351,7 @@ class H2OMetadataBuilder(_Stock):
             )
         return self._views[num_rows]
 
-    def _index_of(self, request_id: str, budget: int, filled: bool) -> int:
+    def index_of(self, request_id: str, budget: int, filled: bool) -> int:
         """Index of a request's placement, before or after it has filled its budget.
 
         Below the budget slot(p) is p, in pages of the head's own, whatever the split.
@@ -366,7 +372,7 @@ class H2OMetadataBuilder(_Stock):
             others |= filled
         for i in np.flatnonzero(others).tolist():
             budget = int(rows.budgets[i])
-            placements[i] = self._index_of(rows.request_ids[i], budget, bool(filled[i]))
+            placements[i] = self.index_of(rows.request_ids[i], budget, bool(filled[i]))
         return placements
 
     def _part_ways(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
@@ -388,7 +394,7 @@ class H2OMetadataBuilder(_Stock):
                 layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
                 for layer in self.parting
             ]
-            placement = self._index_of(rows.request_ids[i], row.budget, True)
+            placement = self.index_of(rows.request_ids[i], row.budget, True)
             transition(
                 layers, blocks, blocks, placement, row.first_query, self.spec.h2o
             )
@@ -437,7 +443,7 @@ class H2OMetadataBuilder(_Stock):
 
     def _placement(self, request_id: str, row: RowPlan) -> int:
         """Index of the placement that a prompt's transition is to."""
-        return self._index_of(request_id, row.budget, row.prefill_end > row.budget)
+        return self.index_of(request_id, row.budget, row.prefill_end > row.budget)
 
     def _split(self, request_id: str, row: RowPlan, layers: list[ScoredLayer]) -> int:
         """See `ObservedPrompt.split`."""

@@ -35,6 +35,7 @@ from vllm_h2o.attention.placements import (
     PlacementTable,
     RequestPlacements,
 )
+from vllm_h2o.attention.survivors import Losses, Recorder, Watch
 from vllm_h2o.core.metrics import attach_seconds
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.settings import h2o_config, settle
@@ -101,6 +102,7 @@ class H2OWorker(_Stock):
         self._profile: HeadProfile | None = None
         self._settled = False
         self._warming_up = False
+        self._recorder: Recorder | None = None
         self._backend = self.choose_backend(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -413,6 +415,8 @@ class H2OWorker(_Stock):
         self._plan = plan or self._plan
         gone = {*scheduler_output.finished_req_ids, *(plan.restarted if plan else ())}
         gone |= scheduler_output.preempted_req_ids or set()
+        if self._recorder:
+            self._recorder.look()
         self._step.begin(self._plan, sorted(gone))
         try:
             return self._timed(super().execute_model(scheduler_output))
@@ -429,6 +433,41 @@ class H2OWorker(_Stock):
             return output
         seconds, self._step.seconds = self._step.seconds, []
         return attach_seconds(output, seconds)
+
+    def h2o_record(self) -> None:
+        """Record what KV heads lose, step by step, from now on; called by RPC."""
+        if self._recorder:
+            self._recorder.stop()
+        self._recorder = Recorder(Watch(self._step, self._evicting_layers))
+
+    def _evicting_layers(self) -> dict[str, Any]:
+        """vLLM's attention modules that evict, by name, in their order."""
+        layers = self._loaded_model().layers
+        return {name: layers[name] for name in sorted(layers, key=extract_layer_index)}
+
+    def h2o_recorded(self) -> list[dict[str, Any]]:
+        """Record no longer; called by RPC.
+
+        Returns:
+            For each request that was compressed since `h2o_record`: `ends`, see
+            `attention.survivors.Losses`, and `heads`, a list of `layer` (as the model
+            counts), `head` (likewise) and `lost_at`.
+        """
+        assert self._recorder is not None
+        names = list(self._evicting_layers())
+        recorder, self._recorder = self._recorder, None
+        return [self._as_the_model_counts(x, names) for x in recorder.stop().values()]
+
+    def _as_the_model_counts(self, losses: Losses, names: list[str]) -> dict[str, Any]:
+        heads = [
+            {
+                "layer": extract_layer_index(names[number]),
+                "head": self._own_kv_heads(1).start + head,
+                "lost_at": lost_at.tolist(),
+            }
+            for (number, head), lost_at in losses.lost_at.items()
+        ]
+        return {"ends": losses.ends, "heads": heads}
 
     def h2o_stats(self) -> dict[str, int]:
         """The scheduler's counters up to the last executed step."""

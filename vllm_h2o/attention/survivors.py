@@ -1,0 +1,203 @@
+"""Which tokens KV heads hold of a request: for tests, and for `vllm_h2o.inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import ALIKE
+from vllm_h2o.core.plan import ResidencyPlan
+from vllm_h2o.policy.placement import Placement
+
+
+@dataclass
+class HeldSlots:
+    """Where one KV head of one layer holds a request's tokens.
+
+    Attributes:
+        layer: Index among the layers that evict.
+        head: Index among this rank's KV heads.
+        pages: Pages and the block in them, of each of the head's blocks.
+        slots: Those that hold a token.
+    """
+
+    layer: int
+    head: int
+    pages: list[tuple[Pages, int]]
+    slots: list[int]
+
+    def gather(self, field_of: Callable[[Pages], torch.Tensor]) -> torch.Tensor:
+        """`[tokens held, ..]` of a field of the pages, by slot."""
+        blocks = [field_of(pages)[block, self.head] for pages, block in self.pages]
+        return torch.cat(blocks)[self.slots]
+
+    def positions(self) -> torch.Tensor:
+        """`[tokens held]` int32 positions of the tokens, by slot."""
+        return self.gather(lambda pages: pages.births)
+
+
+@dataclass
+class WatchedRequest:
+    """A compressed request after its last step.
+
+    Attributes:
+        end: Tokens of its sequence that have been computed.
+        budget: Slots of a KV head on average.
+        is_transition: Whether the step has read the end of its prompt.
+        placement: Where its heads part ways, if the step knew it; None: they do not.
+        blocks: `[budget_blocks]` its resident blocks, by layer name.
+    """
+
+    end: int
+    budget: int
+    is_transition: bool
+    placement: Placement | None
+    blocks: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Watch:
+    """Follows the steps of a worker; costs them time."""
+
+    def __init__(self, step: StepRows, layers: Callable[[], Mapping[str, Any]]) -> None:
+        """Follow all requests from now on.
+
+        Args:
+            step: The worker's steps.
+            layers: Returns vLLM's attention modules that evict, by name, in order.
+                They are not kept: with them the KV cache would outlive its engine.
+        """
+        self.requests: dict[str, WatchedRequest] = {}
+        self._step, self._layers = step, layers
+        step.watchers.append(self._note)
+
+    def stop(self) -> None:
+        """Follow no longer."""
+        if self._note in self._step.watchers:
+            self._step.watchers.remove(self._note)
+
+    def _note(
+        self, builder: H2OMetadataBuilder, table: torch.Tensor, rows: ResidencyPlan
+    ) -> None:
+        first = builder.spec.dense_columns
+        for i, request_id in enumerate(rows.request_ids):
+            row = rows.row(i)
+            if row.is_kept_whole or not (row.decodes or row.is_transition):
+                continue
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            request = self.requests.get(request_id)
+            known = request and (request.end, request.is_transition)
+            if request is None or known != (end, row.is_transition):
+                placement = self._placement(builder, request_id, row.budget)
+                request = WatchedRequest(end, row.budget, row.is_transition, placement)
+                self.requests[request_id] = request
+            blocks = table[i, first : first + builder.layout.budget_blocks]
+            request.blocks |= dict.fromkeys(builder.layer_names, blocks.cpu().long())
+
+    def _placement(
+        self, builder: H2OMetadataBuilder, request_id: str, budget: int
+    ) -> Placement | None:
+        """That which the request has once it fills its budget, if there is one yet."""
+        if self._step.own is not None:
+            return self._own_placement(request_id)
+        index = builder.index_of(request_id, budget, True)
+        if index == ALIKE:
+            return None
+        part = self._layers()[builder.layer_names[0]].impl.placements
+        return part.table.placement(index)
+
+    def _own_placement(self, request_id: str) -> Placement | None:
+        own = self._step.own
+        if own is None or not own.has(request_id):
+            return None
+        return own.table.placement(own.index(request_id))
+
+    def held(self, request_id: str) -> Iterator[HeldSlots]:
+        """What each KV head of each layer holds of a request.
+
+        Valid while the blocks of a request that has finished are not another's.
+        """
+        self._step.settle()  # what the next step would begin with
+        request = self.requests[request_id]
+        if request.placement is None:
+            request.placement = self._own_placement(request_id)
+        for number, (name, layer) in enumerate(self._layers().items()):
+            blocks = request.blocks[name].tolist()
+            for head in range(layer.impl.pages.keys.shape[1]):
+                yield _held(layer.impl, request, blocks, number, head)
+
+
+def _held(
+    impl: Any, request: WatchedRequest, blocks: list[int], number: int, head: int
+) -> HeldSlots:
+    layout, part, own = impl.layout, impl.placements, request.placement
+    places, end = [(impl.pages, block) for block in blocks], request.end
+    if own is not None and end > request.budget:
+        layout = own.layouts[part.layer][head]
+        pages_of_head = own.pages[part.layer][head]
+        places = [(part.layers[p.layer], blocks[p.column]) for p in pages_of_head]
+    size, last = layout.block_size, layout.slot(end - 1)
+    slots = list(range(min(end, layout.budget)))
+    if layout.whole_blocks and end > layout.budget:
+        # The block of the ring that is being written holds its new tokens only.
+        slots = [s for s in slots if s // size != last // size or s <= last]
+    return HeldSlots(number, head, places, slots)
+
+
+@dataclass
+class Losses:
+    """When each KV head has lost which tokens of a request.
+
+    Attributes:
+        ends: Tokens of the sequence at each look; at the first, those of the prompt.
+        lost_at: `{(layer, head): [tokens]}` int64 index of the first look at which the
+            head did not hold the token, or -1.
+    """
+
+    ends: list[int] = field(default_factory=list)
+    lost_at: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def look(self, end: int, held: Iterator[HeldSlots]) -> None:
+        """Take in what is held of a sequence of `end` tokens."""
+        for slots in held:
+            known = self.lost_at.get((slots.layer, slots.head), torch.empty(0).long())
+            lost_at = torch.full((end,), -1)
+            lost_at[: len(known)] = known
+            gone = torch.ones(end, dtype=torch.bool)
+            gone[slots.positions().long().cpu()] = False
+            lost_at[gone & (lost_at < 0)] = len(self.ends)
+            self.lost_at[slots.layer, slots.head] = lost_at
+        self.ends.append(end)
+
+
+class Recorder:
+    """Records what requests lose step by step, from their transition on."""
+
+    def __init__(self, watch: Watch) -> None:
+        """Record what a new watch sees."""
+        self.losses: dict[str, Losses] = {}
+        self._watch = watch
+
+    def look(self) -> None:
+        """Take in the last step, before the next one begins."""
+        for request_id, request in self._watch.requests.items():
+            if request.is_transition:
+                self.losses[request_id] = Losses()
+            if request_id in self.losses:
+                losses, held = self.losses[request_id], self._watch.held(request_id)
+                losses.look(request.end, held)
+        self._watch.requests.clear()
+
+    def stop(self) -> dict[str, Losses]:
+        """Take in the last step, and record no longer.
+
+        Returns:
+            The losses by request id.
+        """
+        self._watch.stop()
+        self.look()
+        return self.losses
