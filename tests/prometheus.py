@@ -80,24 +80,33 @@ class Prometheus:
         result = self.ask("query", query=expression)["result"]
         return [float(series["value"][1]) for series in result]
 
+    def wait_until_ready(self) -> None:
+        """Wait until it answers queries."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            try:
+                if requests.get(f"{self.base}/-/ready", timeout=SECONDS).ok:
+                    return
+            except requests.ConnectionError:
+                pass  # it does not listen yet
+            time.sleep(0.2)
+        raise TimeoutError(f"Prometheus is not ready after {SECONDS} s")
+
     def wait_for(self, expression: str) -> None:
         """Wait until an expression has a value."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
-            try:
-                if self.values(expression):
-                    return
-            except requests.ConnectionError:
-                pass  # it is starting
+            if self.values(expression):
+                return
             time.sleep(0.2)
         raise TimeoutError(f"{expression} has no value after {SECONDS} s")
 
 
 @contextmanager
 def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
-    """Prometheus as examples/monitoring sets it up, each second, of a `host:port`."""
+    """Prometheus as examples/monitoring has it, but often, of a `host:port`."""
     config = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["global"] = {"scrape_interval": "2s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     shutil.copy(EXAMPLES / "rules.yml", folder)
@@ -110,6 +119,7 @@ def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     try:
         prometheus = Prometheus(f"http://{address}")
+        prometheus.wait_until_ready()
         prometheus.wait_for("up == 1")
         yield prometheus
     finally:
