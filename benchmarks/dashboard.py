@@ -87,16 +87,21 @@ def _ask(
     expression = target["expr"].replace("$model_name", ".*").replace("$engine", ".*")
     # As Grafana has it, at least four scrapes; rates of single ones are jagged.
     expression = expression.replace("$__rate_interval", f"{max(4 * step, 60):.0f}s")
+    times = {"start": start, "end": end, "step": step}
+    path = "query_range"
+    if target.get("instant"):
+        times, path = {"time": end}, "query"
     answer = requests.get(
-        f"{prometheus}/api/v1/query_range",
-        params={"query": expression, "start": start, "end": end, "step": step},
+        f"{prometheus}/api/v1/{path}",
+        params={"query": expression, **times},
         timeout=SECONDS,
     ).json()
     if answer["status"] != "success":
         raise ValueError(f"{expression}: {answer['error']}")
     found = []
     for series in answer["data"]["result"]:
-        points = [(at, float(value)) for at, value in series["values"]]
+        values = series["values"] if "values" in series else [series["value"]]
+        points = [(at, float(value)) for at, value in values]
         finite = [point for point in points if math.isfinite(point[1])]
         name = target.get("legendFormat", "")
         for label, value in series["metric"].items():

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+import tempfile
 from pathlib import Path
 
 from vllm_h2o.core.cache import cache_root
+
+SECONDS = 300
+"""The longest that fetching may take."""
 
 
 def pypi(module: str, fix: str) -> Path:
@@ -30,16 +34,19 @@ def debian(package: str) -> Path:
     target = cache_root() / "texts" / package
     if target.exists():
         return target
-    partial = target.with_suffix(".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    try:
-        subprocess.run(["apt-get", "download", "-qq", package], cwd=partial, check=True)
-        (archive,) = partial.glob("*.deb")
-        subprocess.run(["dpkg", "-x", archive.name, "."], cwd=partial, check=True)
-    except (OSError, subprocess.CalledProcessError, ValueError) as error:
-        raise FileNotFoundError(
-            f"Debian's package {package} could not be fetched ({error}); fix: run "
-            f"on Debian or Ubuntu, or unpack the package into {target}"
-        ) from error
-    partial.rename(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        try:
+            fetch = f"apt-get download -qq {package} && dpkg -x *.deb unpacked"
+            subprocess.run(fetch, shell=True, cwd=name, check=True, timeout=SECONDS)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise FileNotFoundError(
+                f"Debian's package {package} could not be fetched ({error}); fix: run "
+                f"on Debian or Ubuntu, or unpack the package into {target}"
+            ) from error
+        try:
+            (Path(name) / "unpacked").rename(target)
+        except OSError:
+            if not target.exists():  # else another process was first
+                raise
     return target

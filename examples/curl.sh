@@ -7,7 +7,7 @@ set -eu
 server=$1
 budget=$2
 model=$(curl -sf "$server/v1/models" | sed 's/.*"data":\[{"id":"\([^"]*\)".*/\1/')
-curl -sf "$server/v1/completions" -H 'Content-Type: application/json' -d '{
+curl -s --fail-with-body "$server/v1/completions" -H 'Content-Type: application/json' -d '{
   "model": "'"$model"'",
   "prompt": "Once upon a time there was",
   "max_tokens": 128,

@@ -38,11 +38,18 @@ def _unpack(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         for command in ("apt-get download prometheus", "dpkg -x *.deb unpacked"):
-            done = subprocess.run(
-                command, shell=True, cwd=name, capture_output=True, text=True
-            )
-            if done.returncode:
-                pytest.skip(f"no Prometheus: {command}: {done.stderr.strip()[-300:]}")
+            try:
+                subprocess.run(
+                    command,
+                    shell=True,
+                    cwd=name,
+                    check=True,
+                    timeout=SECONDS,
+                    capture_output=True,
+                )
+            except subprocess.SubprocessError as error:
+                said = (error.stderr or b"").decode().strip()[-300:]
+                pytest.skip(f"no Prometheus: {error} {said}")
         try:
             (Path(name) / "unpacked").rename(folder)
         except OSError:
@@ -92,12 +99,12 @@ class Prometheus:
             time.sleep(0.2)
         raise TimeoutError(f"Prometheus is not ready after {SECONDS} s")
 
-    def wait_for(self, expression: str) -> None:
-        """Wait until an expression has a value."""
+    def wait_for(self, expression: str) -> list[float]:
+        """Wait until an expression has values, and return them."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
-            if self.values(expression):
-                return
+            if values := self.values(expression):
+                return values
             time.sleep(0.2)
         raise TimeoutError(f"{expression} has no value after {SECONDS} s")
 
@@ -106,7 +113,7 @@ class Prometheus:
 def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
     """Prometheus as examples/monitoring has it, but often, of a `host:port`."""
     config = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "2s", "evaluation_interval": "1s"}
+    config["global"] = {"scrape_interval": "5s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     shutil.copy(EXAMPLES / "rules.yml", folder)

@@ -98,6 +98,8 @@ def _text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
         parser.error(f"--prompt-tokens is {args.prompt_tokens}: use 1 or more")
     if not args.output.absolute().parent.is_dir():
         parser.error(f"--output is {args.output}: make its folder first")
+    if args.output.is_dir():
+        parser.error(f"--output is {args.output}, a folder: name a file in it")
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if (given := getattr(args, name)) > 1:
             flag = "--" + name.replace("_", "-")
