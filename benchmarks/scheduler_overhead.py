@@ -97,7 +97,7 @@ class SchedulerDriver:
         ours = {"kv_policy": OURS, "h2o_budget": args.budget} if name == OURS else {}
         config = EngineArgs(
             str(ensure_model()),
-            block_size=_BLOCK_SIZE,
+            block_size=32,
             max_model_len=max_model_len,
             max_num_batched_tokens=args.running * args.prompt_tokens,
             max_num_seqs=args.running,
@@ -105,6 +105,8 @@ class SchedulerDriver:
             dtype="float32",
             **ours,
         ).create_engine_config()
+        # Which no attention on CPU takes; the scheduler does.
+        config.cache_config.block_size = _BLOCK_SIZE
         spec: FullAttentionSpec = FullAttentionSpec(
             block_size=_BLOCK_SIZE, num_kv_heads=3, head_size=64, dtype=torch.float32
         )

@@ -8,7 +8,7 @@ from benchmarks.scheduler_overhead import PHASES
 
 def test_both_schedulers_take_turns(tmp_path):
     path = tmp_path / "overhead.json"
-    sizes = "--running 4 --prompt-tokens 40 --budget 32 --rounds 2 --steps 5".split()
+    sizes = "--running 4 --prompt-tokens 80 --budget 64 --rounds 2 --steps 5".split()
     scheduler_overhead.main([*sizes, "--output", str(path)])
     result = json.loads(path.read_text())
     phases = {*PHASES, "total"}

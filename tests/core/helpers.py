@@ -29,7 +29,7 @@ from tests.models import SMOLLM2
 from vllm_h2o.core.manager import H2OManager, check_integrity
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.scheduler import H2OScheduler
-from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.settings import h2o_config, settle
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.gate import WORTH
 
@@ -41,19 +41,23 @@ HEADS = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 @functools.cache
 def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -> Any:
     """An engine config with H2O on."""
-    return EngineArgs(
+    config = EngineArgs(
         str(SMOLLM2),
         skip_tokenizer_init=True,
         kv_policy=policy,
-        h2o_budget=budget,
+        h2o_budget=MAX_MODEL_LEN,
         **({} if policy == "gate" else {"h2o_observation_window": window}),
-        block_size=BLOCK_SIZE,
+        block_size=32,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=chunk,
         max_num_seqs=16,
         dtype="float32",
         enable_prefix_caching=True,
     ).create_engine_config()
+    # No attention on CPU takes these, but the scheduler does: small blocks find more.
+    config.cache_config.block_size = BLOCK_SIZE
+    settle(config, budget=budget)
+    return config
 
 
 def plan_of(rows: dict[str, RowPlan]) -> ResidencyPlan:

@@ -22,6 +22,7 @@ from tests.reference.heads_by_transformers import measure
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.plugin import calibration, head_profiles
 from vllm_h2o.plugin.calibration import seeded_texts
+from vllm_h2o.plugin.texts import digest
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
@@ -145,7 +146,8 @@ def test_a_model_with_a_tokenizer_reads_texts(tmp_path, cache):
     model = save_reading_llama(tmp_path)
     with engine(model, **(OPTIONS | AUTO | {"skip_tokenizer_init": False})) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
-    assert profile.measured_on == "4 texts of 1024 tokens, read by an engine"
+    of = f"1024 tokens (vllm-h2o's, {digest()})"
+    assert profile.measured_on == f"4 texts of {of}, read by an engine"
     assert profile.context_tokens == MAX_MODEL_LEN
 
 

@@ -4,7 +4,6 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 import vllm_h2o
-from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import (
     add,
     answers,
@@ -135,19 +134,3 @@ def test_what_can_not_be_is_refused(mixed, asked, said):
     with pytest.raises(VLLMValidationError, match=f"h2o_budget.* {asked}.*{said}"):
         answers(mixed, prompts_of(40), greedy(4, **wishes(asked)))
     assert_pool_whole(mixed)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [{"kv_policy": "mpcache"}, {"kv_policy": "d2o"}, {"kv_policy": "streaming"}],
-)
-def test_other_methods_have_budgets_of_requests_too(policy, prompts):
-    """Those that read a part, that merge, and that keep the newest."""
-    options = OPTIONS | policy
-    with engine(ensure_model(), **options, h2o_budget=64) as llm:
-        expected = [outcome(llm, prompt, NUM_TOKENS) for prompt in prompts[:2]]
-    with engine(ensure_model(), **options, h2o_budget=BUDGET) as llm:
-        llm.collective_rpc("probe_watch")
-        tokens = answers(llm, prompts[:2], greedy(NUM_TOKENS, **wishes(64)))
-        survivors = llm.collective_rpc("probe_survivors")[0].values()
-        assert [*zip(tokens, survivors, strict=True)] == expected

@@ -600,6 +600,8 @@ def test_hybrid_model_without_its_manager_is_refused(model_of):
         ({"h2o_budget": "1%", "block_size": 32}, ["h2o_budget", "'1%'", "11 tokens"]),
         ({"h2o_budget": 64, "h2o_sinks": 33, "block_size": 32}, ["h2o_sinks", "33"]),
         ({"max_model_len": 128, "block_size": 128}, ["use a smaller --block-size"]),
+        ({"block_size": 16}, ["--block-size is 16", "use --block-size 32"]),
+        ({"block_size": 48}, ["--block-size is 48", "use --block-size 32"]),
     ],
 )
 def test_budget_that_leaves_no_room_is_refused(model_of, options, parts):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_h2o.plugin import profile_cache
+from vllm_h2o.plugin import profile_cache, texts
 from vllm_h2o.plugin.profile_cache import ALIKE, keep
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
@@ -61,6 +61,15 @@ def test_of_files_of_one_model_one_with_a_gate_counts_where_it_is_needed():
     assert find() == profile(0.6, 2048)
     found = profile_cache.find(answers(), 3, 2, gated=True)
     assert found and found[1] == gated
+
+
+def test_a_profile_of_other_texts_is_not_found(folder, monkeypatch):
+    keep(answers(), profile(0.5))
+    monkeypatch.setattr(texts, "digest", lambda: "01234567")
+    assert find() is None
+    keep(answers(), profile(0.6))
+    assert find() == profile(0.6)
+    assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
 def check_layer(dtype: torch.dtype, head_size: int, block_size: int) -> None:
     """Raise ValueError for what our kernels do not have, and where vLLM lays the cache
     out as they can not read it."""
+    if not CPUAttentionBackend.supports_block_size(block_size):
+        raise ValueError(
+            f"--block-size is {block_size}: vLLM's attention on CPU takes multiples of "
+            "32; use --block-size 32, or drop --kv-policy (kv_policy, enable_h2o)"
+        )
     if not runs_reference():
         cpu.check_supported(dtype, head_size, block_size)
     isa = _get_attn_isa(dtype, block_size, head_size)

@@ -34,7 +34,7 @@ from vllm_h2o.attention.reading import (
     norms_of,
     output_projection,
 )
-from vllm_h2o.plugin.texts import calibration_texts
+from vllm_h2o.plugin.texts import calibration_texts, digest
 from vllm_h2o.policy.errors import OBSERVED, grid_of
 from vllm_h2o.policy.gate import (
     LEAST_EXPLAINED,
@@ -265,7 +265,7 @@ def texts_to_read(model_config: Any, length: int) -> tuple[list[list[int]], str]
         except Exception as error:
             logger.warning_once("H2O can not tokenize its texts: %s", str(error))
     if texts := of_first_rank(texts):
-        return texts, "tokens"
+        return texts, f"tokens (vllm-h2o's, {digest()})"
     return seeded_texts(model_config, length), "random token ids"
 
 

@@ -2,7 +2,8 @@
 
 A file for each model lies in `$VLLM_H2O_CACHE/heads` (else `~/.cache/vllm_h2o/heads`).
 Neither the path of a model nor its dtype changes what it answers to a few fixed ids by
-much; other weights do.
+much; other weights do. A file's name says which texts the profile is of: one of other
+texts is not found.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_h2o.core.cache import cache_root
+from vllm_h2o.plugin import texts
 from vllm_h2o.policy.profile import HeadProfile
 
 logger = init_logger(f"vllm.{__name__}")
@@ -34,6 +36,11 @@ def cache_folder() -> Path:
     return cache_root() / "heads"
 
 
+def _prefix(num_layers: int, num_kv_heads: int) -> str:
+    """What the names of files begin with that models of this shape may have."""
+    return f"{num_layers}x{num_kv_heads}-{texts.digest()}-"
+
+
 def find(
     answers: Sequence[float], num_layers: int, num_kv_heads: int, gated: bool = False
 ) -> tuple[Path, HeadProfile] | None:
@@ -46,7 +53,8 @@ def find(
         gated: Whether a file with a gate is better than one without.
     """
     found, best = None, (ALIKE, False, 0)
-    for path in sorted(cache_folder().glob(f"{num_layers}x{num_kv_heads}-*.json")):
+    files = cache_folder().glob(f"{_prefix(num_layers, num_kv_heads)}*.json")
+    for path in sorted(files):
         theirs, profile = _read(path)
         if profile is None or len(theirs) != len(answers):
             continue
@@ -67,7 +75,8 @@ def keep(answers: Sequence[float], profile: HeadProfile) -> Path:
     """
     folder = cache_folder()
     digest = hashlib.sha256(json.dumps(list(answers)).encode()).hexdigest()
-    path = folder / f"{profile.num_layers}x{profile.num_kv_heads}-{digest[:16]}.json"
+    prefix = _prefix(profile.num_layers, profile.num_kv_heads)
+    path = folder / f"{prefix}{digest[:16]}.json"
     content = {"version": VERSION, "answers": answers, "profile": asdict(profile)}
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}", dir=folder)
@@ -89,7 +98,7 @@ def _read(path: Path) -> tuple[Sequence[float], HeadProfile | None]:
         if content["version"] != VERSION:
             return (), None
         profile = HeadProfile(**content["profile"])
-        if not path.name.startswith(f"{profile.num_layers}x{profile.num_kv_heads}-"):
+        if not path.name.startswith(_prefix(profile.num_layers, profile.num_kv_heads)):
             raise ValueError("it has the profile of another model")
         return [float(x) for x in content["answers"]], profile
     except (OSError, ValueError, TypeError, LookupError) as error:

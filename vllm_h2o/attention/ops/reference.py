@@ -6,6 +6,7 @@ A whole engine runs on it with `VLLM_H2O_KERNELS=reference`, slowly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -318,9 +319,12 @@ class _Resident:
         blocks = self.blocks.tolist()
         self.places = [(pages, block) for block in blocks]
         if self.lent and (own := params.placements):
+            # A request below its budget has no block yet for a head's last pages.
+            held = takewhile(
+                lambda page: page.column < len(blocks), own.pages(placement)[head]
+            )
             self.places = [
-                (own.layers[page.layer], blocks[page.column])
-                for page in own.pages(placement)[head]
+                (own.layers[page.layer], blocks[page.column]) for page in held
             ]
         self.slot = self.layout.slot(self.position)
 
