@@ -31,7 +31,7 @@ from vllm import _custom_ops as ops
 
 from benchmarks.heads import placements_of
 from benchmarks.report import spread, write_json
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, c_library, cpu
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import ALIKE, OWN
 from vllm_h2o.policy.config import H2OConfig
@@ -131,7 +131,7 @@ class State:
         self.bytes = 2 * self.context * args.rows * NUM_KV_HEADS * HEAD_SIZE
         self.bytes *= dtype.itemsize * args.layers
         self.step = self._step()
-        self.bare = cpu.load("-DH2O_BARE")
+        self.bare = c_library.load("-DH2O_BARE")
         self._stream = _stream_library()
 
     def _step(self) -> Step:
@@ -229,7 +229,7 @@ def _uneven_blocks(args: argparse.Namespace, columns: int) -> list[list[int]]:
 def _stream_library() -> Callable[..., int]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "stream.so"
-        cpu.compile_source(Path(__file__).with_name("stream.c"), target)
+        c_library.compile_source(Path(__file__).with_name("stream.c"), target)
         function = ctypes.CDLL(str(target)).h2o_stream
     function.restype = ctypes.c_uint64
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]

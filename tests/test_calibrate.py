@@ -107,6 +107,27 @@ def test_bad_options_are_named(llama, capsys, arguments, complaint):
     assert complaint in refused(capsys, llama, *arguments)[0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["--output", "/proc/none/heads.json"],
+            "--output is /proc/none/heads.json, in",
+        ),
+        (["--output", "/proc/heads.json"], "--output is /proc/heads.json, in whose"),
+        (["--output", "/tmp"], "--output is /tmp, a folder: name a file in it"),
+        (["--texts", "none.txt"], "--texts is none.txt, which can not be read as text"),
+        (
+            ["--texts", "/bin/sh"],
+            "--texts is /bin/sh, which can not be read as text in",
+        ),
+    ],
+)
+def test_files_are_looked_at_first(llama, capsys, monkeypatch, arguments, complaint):
+    monkeypatch.setattr("vllm_h2o.calibrate.LLM", None)
+    assert complaint in refused(capsys, llama, *arguments)[0]
+
+
 def test_a_name_on_the_hub_needs_an_output(capsys):
     assert "--output FILE" in refused(capsys, "some/model")[0]
 

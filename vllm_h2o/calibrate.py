@@ -11,6 +11,7 @@ goes next to the model's weights (the default), where `auto` finds it.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_h2o.files import check_output, text_of
 from vllm_h2o.plugin.calibration import FEWEST_TOKENS
 from vllm_h2o.plugin.texts import MOST_TOKENS
 from vllm_h2o.policy.config import UNIFORM
+from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.presets import OPTION_NAMES
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
@@ -32,9 +35,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     output = _output(parser, args)
     _check(parser, args)
+    contents = [text_of(parser, "--texts", path) for path in args.texts or ()]
     args.model = args.model_tag
     engine_args = EngineArgs.from_cli_args(args)
-    texts = _texts(parser, args, engine_args)
+    texts = _texts(parser, args, contents, engine_args)
     ours = {
         "kv_policy": "h2o",
         "h2o_budget": "50%",  # nothing is generated, but short texts need two blocks
@@ -73,7 +77,9 @@ def _output(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Path:
             f"{args.model_tag} is no folder to write {FILE_NAME} into: give --output "
             "FILE, and that file to the engine by --h2o-head-budgets FILE"
         )
-    return args.output or Path(args.model_tag) / FILE_NAME
+    output = args.output or Path(args.model_tag) / FILE_NAME
+    check_output(parser, output)
+    return output
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -83,7 +89,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         given = getattr(args, name)
         if given != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} is {given!r}: drop it, this command has its own")
+            parser.error(f"{flag} is {shown(given)}: drop it, this command has its own")
     most = MOST_TOKENS if args.texts is None else None
     if args.context < FEWEST_TOKENS or (most and args.context > most):
         upto = f" to {most}, or longer --texts of your own" if most else " or more"
@@ -91,15 +97,18 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _texts(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, engine_args: Any
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    contents: Sequence[str],
+    engine_args: Any,
 ) -> list[list[int]] | None:
     """Token ids of the user's texts, each of --context tokens; None: the package's."""
     if args.texts is None:
         return None
     tokenizer = cached_tokenizer_from_config(engine_args.create_model_config())
     texts = []
-    for path in args.texts:
-        ids = list(tokenizer.encode(path.read_text("utf-8")))
+    for path, content in zip(args.texts, contents, strict=True):
+        ids = list(tokenizer.encode(content))
         if len(ids) >= args.context:
             texts.append(ids[: args.context])
         else:

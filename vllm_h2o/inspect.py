@@ -21,6 +21,7 @@ from vllm.tokenizers.detokenizer_utils import detokenize_incrementally
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.files import check_output, text_of
 from vllm_h2o.policy.presets import FULL
 
 TEMPLATE = Path(__file__).with_name("inspect.html")
@@ -96,18 +97,12 @@ def _text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
         parser.error(f"--max-tokens is {args.max_tokens}: use 2 or more")
     if args.prompt_tokens is not None and args.prompt_tokens < 1:
         parser.error(f"--prompt-tokens is {args.prompt_tokens}: use 1 or more")
-    if not args.output.absolute().parent.is_dir():
-        parser.error(f"--output is {args.output}: make its folder first")
-    if args.output.is_dir():
-        parser.error(f"--output is {args.output}, a folder: name a file in it")
+    check_output(parser, args.output)
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if (given := getattr(args, name)) > 1:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} is {given}: drop it, this command follows one stage")
-    try:
-        return args.text.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"TEXT is {args.text}: {error}")
+    return text_of(parser, "TEXT", args.text)
 
 
 def watched_answer(

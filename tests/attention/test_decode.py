@@ -9,6 +9,7 @@ from vllm_h2o.attention.ops import (
     DecodeParams,
     ResidentRows,
     ScoredLayer,
+    c_library,
     cpu,
     reference,
 )
@@ -351,7 +352,7 @@ def test_before_its_first_query_a_row_leaves_all_scores_alone():
 
 
 def test_a_compiler_without_float16_lacks_nothing_else(monkeypatch):
-    library = cpu.load("-U__FLT16_MANT_DIG__")
+    library = c_library.load("-U__FLT16_MANT_DIG__")
     monkeypatch.setattr(cpu, "_library", lambda: library)
     cpu.build(torch.bfloat16)
     with pytest.raises(ValueError, match=r"without float16 \(--dtype\).*gcc 12"):

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cpu_backend
 from vllm_h2o.attention.ops import cpu, triton
-from vllm_h2o.core.settings import h2o_config, parse_settings
+from vllm_h2o.core.settings import h2o_config, parse_settings, uses_profile_cache
 from vllm_h2o.plugin.engine_args import extend, translate
 from vllm_h2o.plugin.head_profiles import why_not_measured
 from vllm_h2o.plugin.validate import check_kernels, check_vllm_config
@@ -51,7 +51,7 @@ MODEL = str(SMOLLM2)
         ("read", "0%", "'20%'"),
         ("read", 20, "'20%'"),
         ("merge", "key", "none, value"),
-        ("pooling", 0, "1 or more"),
+        ("pooling", 0, "from 1 to 1023"),
         ("pooling", 4, "odd"),
         ("score", "max", "sum, mean"),
         ("score_decay", 1.1, "from 0.0 to 1.0"),
@@ -73,6 +73,88 @@ def test_bad_value_names_option_value_and_fix(option, value, fix):
         fix,
     ):
         assert part in str(error.value)
+
+
+def nested(depth):
+    """A dictionary that Python can not write."""
+    value = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("option", [f.name for f in fields(H2OConfig)])
+def test_any_value_is_named_in_a_short_message(option):
+    """Or right, so far: a file may have any name, sinks are compared with the budget
+    later."""
+    absurd = [nested(2000), 10**5000, "x" * 5000, float("nan"), [1], b"512", None, {}]
+    right = {"budget": absurd[1], "sinks": absurd[1], "head_budgets": absurd[2]}
+    for value in absurd:
+        try:
+            parse_settings({option: value})
+        except ValueError as error:
+            assert option in str(error) and len(str(error)) < 500
+        else:
+            assert value == right[option]
+
+
+@pytest.mark.parametrize("settings", [{1: 2}, {2.5: 1}, {None: 1}, 5])
+def test_settings_that_have_no_names_are_refused(settings):
+    with pytest.raises(ValueError, match=r"additional_config\['h2o'\].*use"):
+        parse_settings(settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--h2o-sinks four", "h2o_sinks (--h2o-sinks) is 'four': use a whole number"),
+        ("--h2o-sinks 1.5", "h2o_sinks (--h2o-sinks) is '1.5': use a whole number"),
+        ("--h2o-recent-ratio half", "(--h2o-recent-ratio) is 'half': use a number"),
+        ("--h2o-pooling 99999999", "(--h2o-pooling) is 99999999: use a whole number"),
+        ("--h2o-budget much", "h2o_budget (--h2o-budget) is 'much': use a number of"),
+    ],
+)
+def test_the_command_line_names_option_value_and_fix(arguments, said, capsys):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    command = ["--kv-policy", "h2o", "--model", MODEL, *arguments.split()]
+    try:
+        EngineArgs.from_cli_args(parser.parse_args(command))
+    except (SystemExit, ValueError) as error:
+        assert said in f"{error} {capsys.readouterr().err}"
+    else:
+        raise AssertionError(f"{arguments} passes")
+
+
+def test_sinks_leave_a_recent_token():
+    streaming = resolve_config("streaming", None, {"budget": 64, "sinks": 63})
+    assert SlotLayout.from_config(streaming, 32, 2048).recent_slots == 1
+    with pytest.raises(
+        ValueError, match="h2o_sinks .* is 64: of the 64 slots.* 63; use"
+    ):
+        SlotLayout.from_config(replace(streaming, sinks=64), 32, 2048)
+
+
+@pytest.mark.parametrize(
+    ("said", "uses"),
+    [
+        ("", True),
+        ("1", True),
+        ("True", True),
+        ("0", False),
+        ("false", False),
+        ("no", False),
+    ],
+)
+def test_calibrate_is_on_or_off(monkeypatch, said, uses):
+    monkeypatch.setenv("VLLM_H2O_CALIBRATE", said)
+    assert uses_profile_cache() is uses
+
+
+def test_calibrate_is_nothing_else(monkeypatch):
+    monkeypatch.setenv("VLLM_H2O_CALIBRATE", "never")
+    args = EngineArgs(model=MODEL, kv_policy="h2o", dtype="float32")
+    with pytest.raises(ValueError, match="VLLM_H2O_CALIBRATE is 'never': use 0 or 1"):
+        args.create_engine_config()
 
 
 def test_an_option_that_the_method_lacks_is_refused(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -102,7 +103,7 @@ def test_a_file_that_can_not_be_written_leaves_nothing(folder, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(profile_cache.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         keep(answers(), profile(0.5))
     assert not list(folder.iterdir())

@@ -1,7 +1,9 @@
 """Who gets how many blocks, and where they are."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +124,16 @@ def test_curves_that_end_at_the_whole_context_stay_as_they_are():
         ({"errors": [[[1.0, -2.0]]]}, "not negative"),
         ({"context_tokens": 100}, "context_tokens is 100"),
         ({"more": 1}, "more"),
+        ({"errors": [[[float("nan"), 0.5]]]}, "errors must be finite"),
+        ({"errors": [[[float("inf"), 0.5]]]}, "errors must be finite"),
+        ({"errors": [[[1e300, 0.5]]]}, "at most 1e+30"),
+        ({"errors": [[[10**400, 0.5]]]}, "at most 1e+30"),
+        ({"errors": [[["much", 0.5]]]}, "errors must be finite"),
+        ({"errors": [[[True, 0.5]]]}, "errors must be finite"),
+        ({"grid_tokens": [64, float("nan")]}, "must be counts of tokens"),
+        ({"grid_tokens": [64, 10**400]}, "must be counts of tokens"),
+        ({"grid_tokens": [0.5, 64]}, "must be counts of tokens"),
+        ({"context_tokens": float("inf")}, "must be counts of tokens"),
         ({"gate": {}}, "the gate has"),
         ({"gate": {"explained": 0.5, "features": 2, "weights": "AAAA"}}, "size"),
         ({"gate": gate_in_json([[[float("nan")]]], 0.5)}, "finite"),
@@ -136,6 +148,38 @@ def test_bad_profiles_are_named(tmp_path, change, part):
         HeadProfile.load(path)
     for word in ("--h2o-head-budgets", str(path), part, "vllm_h2o.calibrate"):
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "1", "[" * 100_000, "\0", '{"grid_tokens": 1}', "null"]
+)
+def test_what_is_no_profile_at_all_is_named(tmp_path, content):
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"head-budgets.*{path} is no head profile"):
+        HeadProfile.load(path)
+
+
+@pytest.mark.parametrize("path", ["/none/heads.json", "/", "\0", "/" + 5000 * "x"])
+def test_a_path_without_a_profile_is_named(path):
+    with pytest.raises(ValueError, match="head-budgets.* is no head profile") as error:
+        HeadProfile.load(Path(path))
+    assert len(str(error.value)) < 600
+
+
+def test_a_profile_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    path = tmp_path / "profile.json"
+    profile([falling(1.0)]).save(path)
+    before = path.read_text()
+    monkeypatch.setattr(json, "dumps", lambda *_: "{" * 10_000)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        profile([falling(0.1)]).save(path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_profile_survives_its_file(tmp_path):

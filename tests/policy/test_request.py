@@ -7,7 +7,12 @@ import pytest
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.presets import PRESETS
-from vllm_h2o.policy.request import DEFAULTS, RequestLimits, RequestOptions
+from vllm_h2o.policy.request import (
+    DEFAULTS,
+    RequestLimits,
+    RequestOptions,
+    asks_anything,
+)
 
 BLOCK, BUDGET, MOST = 32, 256, 800
 
@@ -58,6 +63,33 @@ def limits_of(config, device="cpu", budget=BUDGET):
 def test_is_read(extra_args, expected):
     limits = limits_of(H2OConfig(prompt_score="attention"))
     assert RequestOptions.parse(extra_args, limits, MOST) == expected
+
+
+def nested(depth):
+    """A dictionary that Python can not write."""
+    value = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("option", ["policy", "budget", "observation_window", "report"])
+def test_any_wish_is_named_in_a_short_message(option):
+    limits = limits_of(H2OConfig(prompt_score="attention"))
+    for value in (nested(2000), 10**5000, "x" * 5000, float("nan"), [1], b"512", {}):
+        for extra_args in ({"h2o": {option: value}}, {f"h2o_{option}": value}):
+            with pytest.raises(ValueError, match=f"^h2o_{option} of this") as error:
+                RequestOptions.parse(extra_args, limits, MOST)
+            assert len(str(error.value)) < 500
+
+
+def test_any_name_of_a_wish_is_named_in_a_short_message():
+    limits = limits_of(H2OConfig())
+    for name in (10**5000, "x" * 5000, None, 2.5, "", "\0"):
+        with pytest.raises(ValueError, match="request is 1: .*use h2o_") as error:
+            RequestOptions.parse({"h2o": {name: 1}}, limits, MOST)
+        assert len(str(error.value)) < 500
+        assert not asks_anything({name: 1})
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+CACHE = "VLLM_H2O_CACHE"
+"""Environment variable: the folder of everything derived."""
+
 
 def cache_root() -> Path:
-    """Folder of everything derived: `$VLLM_H2O_CACHE`, else `~/.cache/vllm_h2o`."""
-    named = os.environ.get("VLLM_H2O_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "vllm_h2o"
+    """Folder of everything derived: `$VLLM_H2O_CACHE`, else `~/.cache/vllm_h2o`.
+
+    Raises:
+        OSError: There is no home folder that it could be in.
+    """
+    named = os.environ.get(CACHE)
+    try:
+        return Path(named or "~/.cache/vllm_h2o").expanduser()
+    except RuntimeError as error:
+        raise OSError(f"{error} Set {CACHE} to a folder that can be written") from error

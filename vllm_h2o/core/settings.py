@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.presets import FULL, POLICY_NAMES, resolve_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONFIG_KEY = "h2o"
+CALIBRATE = "VLLM_H2O_CALIBRATE"
+"""Environment variable; at 0 the cache of head profiles is not used, and
+`head_budgets="auto"` takes files only."""
+_SAID = {
+    **dict.fromkeys(("", "1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def uses_profile_cache() -> bool:
+    """Whether engines look into the cache of head profiles, and measure what it lacks.
+
+    Raises:
+        ValueError: `VLLM_H2O_CALIBRATE` says neither yes nor no.
+    """
+    said = os.environ.get(CALIBRATE, "")
+    known = _SAID.get(said.strip().lower())
+    if known is None:
+        raise ValueError(f"{CALIBRATE} is {shown(said)}: use 0 or 1, or unset it")
+    return known
 
 
 def h2o_config(vllm_config: VllmConfig) -> H2OConfig | None:
@@ -29,9 +51,15 @@ def parse_settings(settings: Any) -> H2OConfig | None:
     """Resolve `{"policy": name, option: value, ...}`."""
     if not isinstance(settings, dict):
         raise ValueError(
-            f"additional_config['{CONFIG_KEY}'] is {settings!r}: use a dictionary "
+            f"additional_config['{CONFIG_KEY}'] is {shown(settings)}: use a dictionary "
             'such as {"policy": "h2o", "budget": 512}'
         )
+    for name in settings:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"additional_config['{CONFIG_KEY}'] has the option {shown(name)}: use "
+                f"names of options, such as 'budget'"
+            )
     options = dict(settings)
     policy = options.pop("policy", "h2o")
     if policy is None:

@@ -28,6 +28,7 @@ from vllm_h2o.core.settings import (
     settings_of,
 )
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.options import bad, shown
 from vllm_h2o.policy.presets import POLICY_NAMES, resolve_config
 
 SCHEDULER_CLS = "vllm_h2o.core.scheduler.H2OScheduler"
@@ -189,16 +190,16 @@ def _check_given(engine_args: Any, config: H2OConfig | None) -> None:
         return  # additional_config alone is the official spelling
     if not isinstance(additional or {}, dict):
         raise ValueError(
-            f"additional_config (--additional-config) is {additional!r}: H2O's "
+            f"additional_config (--additional-config) is {shown(additional)}: H2O's "
             "settings travel in it, use a dictionary, or drop kv_policy (--kv-policy)"
         )
     given = (additional or {}).get(CONFIG_KEY)
     if given is not None and parse_settings(given) != config:
         asked = f"enable_h2o={engine_args.enable_h2o}"
         if policy is not None or config is not None:
-            asked = f"kv_policy={(config.policy if config else policy)!r}"
+            asked = f"kv_policy={shown(config.policy if config else policy)}"
         raise ValueError(
-            f"additional_config['{CONFIG_KEY}']={given!r} contradicts {asked} "
+            f"additional_config['{CONFIG_KEY}']={shown(given)} contradicts {asked} "
             "and the h2o_* options: give one of them"
         )
 
@@ -225,10 +226,12 @@ def needed_worker_cls() -> str:
     ):
         if present:
             return WORKER_CLS[name]
+    platform = type(current_platform)
     raise ValueError(
-        f"kv_policy (--kv-policy) is given, but H2O has no worker for device "
-        f"{current_platform.device_name!r} yet: use {', '.join(WORKER_CLS)}, or "
-        "drop --kv-policy"
+        "kv_policy (--kv-policy) is given, but H2O has no worker for vLLM's platform "
+        f"{platform.__module__}.{platform.__qualname__} (device "
+        f"{current_platform.device_name!r}): use vLLM's own for "
+        f"{' or '.join(WORKER_CLS)}, or drop --kv-policy"
     )
 
 
@@ -236,7 +239,7 @@ def _claim(engine_args: Any, name: str, default: str | None, ours: str) -> str:
     given = getattr(engine_args, name)
     if given not in (default, ours):
         raise ValueError(
-            f"{name}={given!r} (--{name.replace('_', '-')}) contradicts kv_policy "
+            f"{name}={shown(given)} (--{name.replace('_', '-')}) contradicts kv_policy "
             f"(--kv-policy), which needs {name}={ours!r}: drop one of them"
         )
     return ours
@@ -266,19 +269,21 @@ def add_cli_group(parser: Any) -> None:
         group.add_argument(
             "--" + (_PREFIX + name).replace("_", "-"),
             help=summary.replace("%", "%%"),
-            type=_cli(parse) if parse else None,
+            type=_cli(name, parse) if parse else None,
             choices=choices,
         )
 
 
-def _cli(parse):
-    """Let argparse show the parser's own message."""
+def _cli(name, parse):
+    """Let argparse show the parser's own message; Python's names no option."""
+    fix = {int: "use a whole number", float: "use a number"}.get(parse)
 
     @functools.wraps(parse)
     def wrapped(text: str):
         try:
             return parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            said = bad(name, text, fix) if fix else error
+            raise argparse.ArgumentTypeError(str(said)) from None
 
     return wrapped

@@ -6,7 +6,6 @@ first. Without one `auto` looks into the cache, and measures what is not there.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_h2o.attention.heads import profile_path
-from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.settings import CALIBRATE, h2o_config, uses_profile_cache
 from vllm_h2o.plugin import profile_cache
 from vllm_h2o.plugin.calibration import (
     ANSWERED_TOKENS,
@@ -31,6 +30,7 @@ from vllm_h2o.plugin.calibration import (
 from vllm_h2o.plugin.texts import MOST_TOKENS
 from vllm_h2o.policy.config import ATTENTION, AUTO, MEASURE, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.options import shortened
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 MOST_SECONDS = 60
 """That a start may take longer because `auto` measures."""
-CALIBRATE = "VLLM_H2O_CALIBRATE"
-"""Environment variable; at 0 the cache is not used, and `auto` takes files only."""
 _OFFLINE = "measure elsewhere with python -m vllm_h2o.calibrate and give the file"
 
 
@@ -92,7 +90,7 @@ def _measured_as_asked(model: LoadedModel) -> HeadProfile:
     try:
         tokens = _asked_tokens(model.vllm_config)
         profile = measure(model, *texts_to_read(model.vllm_config.model_config, tokens))
-        if _uses_cache():
+        if uses_profile_cache():
             _keep(answers(model), profile)
         return profile
     except Exception as error:
@@ -108,7 +106,7 @@ def why_not_measured(vllm_config: VllmConfig, config: H2OConfig) -> str:
     option, tokens = longest_step(vllm_config)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     cases = {
-        f"{CALIBRATE} is 0": not _uses_cache(),
+        f"{CALIBRATE} is 0": not uses_profile_cache(),
         "the budget holds the longest request": holds_longest(vllm_config, config),
         f"--pipeline-parallel-size is {stages}, no worker has all layers": stages > 1,
         "--load-format is dummy": vllm_config.load_config.load_format == "dummy",
@@ -124,10 +122,6 @@ def holds_longest(vllm_config: VllmConfig, config: H2OConfig) -> bool:
     longest = vllm_config.model_config.max_model_len
     block_size = vllm_config.cache_config.block_size
     return SlotLayout.from_config(config, block_size, longest).budget >= longest
-
-
-def _uses_cache() -> bool:
-    return os.environ.get(CALIBRATE) != "0"
 
 
 def _asked_tokens(vllm_config: VllmConfig) -> int:
@@ -191,8 +185,10 @@ def _found(
         heads = model.vllm_config.model_config.get_total_num_kv_heads()
         try:
             found = profile_cache.find(mine, len(model.layers), heads, gated)
-        except (OSError, RuntimeError) as error:
-            logger.warning_once("H2O has no cache of head profiles: %s", str(error))
+        except OSError as error:
+            logger.warning_once(
+                "H2O has no cache of head profiles: %s", shortened(error)
+            )
     found = of_first_rank(found)
     if found is None:
         return None
@@ -238,9 +234,9 @@ def _keep(mine: Sequence[float], profile: HeadProfile) -> None:
         logger.info_once(
             "H2O keeps what it measured in %s", profile_cache.keep(mine, profile)
         )
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         logger.warning_once(
             "H2O can not keep what it measured and will measure it again at the next "
             "start (%s): set VLLM_H2O_CACHE to a folder that can be written to",
-            str(error),
+            shortened(error),
         )

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +19,8 @@ from vllm.logger import init_logger
 
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.plugin import texts
-from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.options import shortened
+from vllm_h2o.policy.profile import NO_PROFILE, HeadProfile, write_whole
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -79,15 +78,7 @@ def keep(answers: Sequence[float], profile: HeadProfile) -> Path:
     path = folder / f"{prefix}{digest[:16]}.json"
     content = {"version": VERSION, "answers": answers, "profile": asdict(profile)}
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}", dir=folder)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(json.dumps(content) + "\n")
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    write_whole(path, json.dumps(content) + "\n")
     return path
 
 
@@ -101,9 +92,9 @@ def _read(path: Path) -> tuple[Sequence[float], HeadProfile | None]:
         if not path.name.startswith(_prefix(profile.num_layers, profile.num_kv_heads)):
             raise ValueError("it has the profile of another model")
         return [float(x) for x in content["answers"]], profile
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except NO_PROFILE as error:
         logger.warning_once(
             "H2O can not use %s, a measured head profile: %s; delete it",
-            path, str(error),
+            path, shortened(error),
         )  # fmt: skip
         return (), None

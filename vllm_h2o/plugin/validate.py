@@ -10,7 +10,7 @@ from vllm.config.cache import CacheDType
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import is_quantized_kv_cache, kv_cache_dtype_str_to_dtype
 
-from vllm_h2o.core.settings import CONFIG_KEY, h2o_config
+from vllm_h2o.core.settings import CONFIG_KEY, h2o_config, uses_profile_cache
 from vllm_h2o.plugin.engine_args import (
     SCHEDULER_CLS,
     WORKER_CLS,
@@ -20,6 +20,7 @@ from vllm_h2o.plugin.engine_args import (
 from vllm_h2o.policy.config import MEASURE, REQUEST, UNIFORM
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import fused_form_of, fused_prompt_form_of
+from vllm_h2o.policy.options import shortened, shown
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
         _check_no_class_of_ours(vllm_config)
         return
     check_version()
+    uses_profile_cache()
     _check_classes(vllm_config)
     _check_model(vllm_config)
     _check_parallel(vllm_config)
@@ -55,7 +57,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
 
 
 def _refuse(option: str, value: Any, fix: str) -> None:
-    raise ValueError(f"H2O does not support {option}={value!r}: {fix}, {_OFF}")
+    raise ValueError(f"H2O does not support {option}={shown(value)}: {fix}, {_OFF}")
 
 
 def _given_classes(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -70,8 +72,8 @@ def _check_no_class_of_ours(vllm_config: VllmConfig) -> None:
     for option, given in _given_classes(vllm_config).items():
         if isinstance(given, str) and given in ours:
             raise ValueError(
-                f"{option}={given!r} (--{option.replace('_', '-')}) is H2O's, but no "
-                "policy is given: add --kv-policy h2o (kv_policy='h2o'), or drop it"
+                f"{option}={shown(given)} (--{option.replace('_', '-')}) is H2O's, but "
+                "no policy is given: add --kv-policy h2o (kv_policy='h2o'), or drop it"
             )
 
 
@@ -81,9 +83,10 @@ def _check_classes(vllm_config: VllmConfig) -> None:
     for option, given in _given_classes(vllm_config).items():
         if not _is_subclass(given, needed[option]):
             raise ValueError(
-                f"additional_config['{CONFIG_KEY}'] is given, but {option}={given!r} "
-                f"(--{option.replace('_', '-')}) evicts nothing: use --kv-policy "
-                f"(kv_policy), or add {option}={needed[option]!r}"
+                f"additional_config['{CONFIG_KEY}'] is given, but "
+                f"{option}={shown(given)} (--{option.replace('_', '-')}) evicts "
+                "nothing: use --kv-policy (kv_policy), or add "
+                f"{option}={needed[option]!r}"
             )
 
 
@@ -303,7 +306,7 @@ def check_profile(
     num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
     if (profile.num_layers, profile.num_kv_heads) != (num_layers, num_kv_heads):
         raise ValueError(
-            f"h2o_head_budgets (--h2o-head-budgets): {source} is for "
+            f"h2o_head_budgets (--h2o-head-budgets): {shortened(source)} is for "
             f"{profile.num_layers} layers of {profile.num_kv_heads} KV heads, this "
             f"model has {num_layers} of {num_kv_heads} with full attention: measure "
             "it with python -m vllm_h2o.calibrate, or use 'uniform'"

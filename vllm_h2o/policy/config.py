@@ -17,11 +17,14 @@ from vllm_h2o.policy.options import (
     parse_window,
     part_of,
     share_of,
+    shown,
 )
 
 UNIFORM, AUTO, MEASURE, REQUEST = "uniform", "auto", "measure", "request"
 """`head_budgets` values that are no file."""
 
+MOST_POOLING = 1023
+"""`pooling`: wider spans are of no use, and cost time at each prompt's end."""
 _UNITS = ("token", "block")
 _MERGES = ("none", "value")
 ATTENTION, GATE = "attention", "gate"
@@ -152,7 +155,7 @@ class H2OConfig:
         check_number("cake_t1", self.cake_t1, 0.01, 100.0)
         check_number("cake_t2", self.cake_t2, 0.01, 100.0)
         check_int("sinks", self.sinks, 0)
-        check_int("pooling", self.pooling, 1)
+        check_int("pooling", self.pooling, 1, MOST_POOLING)
         if self.pooling % 2 == 0:
             raise bad("pooling", self.pooling, "use an odd width, 1 for none")
         check_choice("score", self.score, tuple(METHODS))
@@ -167,15 +170,15 @@ class H2OConfig:
             raise bad("head_budgets", self.head_budgets, fix)
         if self.eviction_unit == "block" and self.head_budgets not in (UNIFORM, AUTO):
             raise ValueError(
-                f"h2o_head_budgets={self.head_budgets!r} needs "
+                f"h2o_head_budgets={shown(self.head_budgets)} needs "
                 "h2o_eviction_unit='token': with 'block' use h2o_head_budgets='uniform'"
             )
         if self.head_budgets == REQUEST and not splits(self.method):
             able = ", ".join(name for name, cls in METHODS.items() if splits(cls()))
             raise ValueError(
                 f"h2o_head_budgets={REQUEST!r} needs an h2o_score that splits a "
-                f"request's budget, which {self.score!r} does not: use one of {able}, "
-                f"or h2o_head_budgets={AUTO!r}"
+                f"request's budget, which {shown(self.score)} does not: use "
+                f"one of {able}, or h2o_head_budgets={AUTO!r}"
             )
         if self.gated and (why := self._why_not_gated()):
             raise ValueError(f"h2o_prompt_score={GATE!r} needs {why}, or {ATTENTION!r}")
@@ -187,7 +190,7 @@ class H2OConfig:
             )
         if self.eviction_unit == "block" and self.merges:
             raise ValueError(
-                f"h2o_merge={self.merge!r} needs h2o_eviction_unit='token': with "
+                f"h2o_merge={shown(self.merge)} needs h2o_eviction_unit='token': with "
                 "'block' use h2o_merge='none'"
             )
         if self.recent_ratio == 1.0 and self.eviction_unit == "block":
@@ -224,17 +227,17 @@ class H2OConfig:
         if (self.score, self.score_decay) != ("mean", 1.0):
             return (
                 "h2o_score='mean' and h2o_score_decay=1.0, not "
-                f"{self.score!r} and {self.score_decay}: use these"
+                f"{shown(self.score)} and {self.score_decay}: use these"
             )
         if self.head_budgets in (UNIFORM, REQUEST):
             return (
                 "a head profile, which has the gate: use h2o_head_budgets='auto', not "
-                f"{self.head_budgets!r}"
+                f"{shown(self.head_budgets)}"
             )
         if not self.may_differ_by_head:
             return (
                 "h2o_eviction_unit='token' and h2o_recent_ratio below 1, not "
-                f"{self.eviction_unit!r} and {self.recent_ratio}: use these"
+                f"{shown(self.eviction_unit)} and {self.recent_ratio}: use these"
             )
         return ""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.gate import WORTH
-from vllm_h2o.policy.options import ALL_QUERIES, part_of
+from vllm_h2o.policy.options import ALL_QUERIES, part_of, shown
 
 _CACHE_LINE_FLOATS = 16
 
@@ -59,7 +59,7 @@ class SlotLayout:
             )
         if blocks < 2:
             raise ValueError(
-                f"h2o_budget (--h2o-budget) is {config.budget!r}, {asked} tokens: "
+                f"h2o_budget (--h2o-budget) is {shown(config.budget)}, {asked} tokens: "
                 f"less than two blocks of {block_size}, a heavy and a recent one; "
                 f"use {block_size + 1} or more, or a smaller --block-size"
             )
@@ -70,11 +70,12 @@ class SlotLayout:
         """The layout of a budget of `blocks` whole blocks, at least `fewest_blocks`."""
         budget = blocks * block_size
         heavy = cls._heavy_slots(config, block_size, blocks)
-        if config.sinks > heavy or heavy >= budget:
+        most = heavy if config.keeps_heavy_set else budget - 1
+        if config.sinks > most:
             raise ValueError(
-                f"h2o_sinks (--h2o-sinks) is {config.sinks}: more than the {heavy} "
-                f"slots of the heavy set that h2o_budget={config.budget!r} leaves; "
-                "use fewer sinks or a larger budget"
+                f"h2o_sinks (--h2o-sinks) is {shown(config.sinks)}: of the {budget} "
+                f"slots of h2o_budget={shown(config.budget)} (--h2o-budget) sinks "
+                f"may take {most}; use fewer sinks or a larger budget"
             )
         return cls(
             block_size=block_size,

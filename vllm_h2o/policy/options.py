@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 from typing import Any
 
+MOST_SHOWN = 100
+"""Characters of a value that a message shows."""
 ALL_QUERIES = "all"
 """`observation_window` value: every prompt query scores (the H2O paper)."""
 
@@ -19,8 +21,8 @@ def parse_budget(value: int | str) -> int | str:
         if value < 1:
             raise bad("budget", value, fix)
         return value
-    text = str(value).strip()
     try:
+        text = _typed(value)
         if text.endswith("%"):
             return _percentage("budget", text, fix)
         tokens = int(text)
@@ -44,10 +46,14 @@ def _percentage(option: str, text: str, fix: str) -> str:
 
 def parse_share(value: int | str) -> str:
     """Return a percentage as `"N%"`."""
-    text, fix = str(value).strip(), "use a percentage such as '20%', or '100%' for all"
-    if not text.endswith("%"):
-        raise bad("read", value, fix)
-    return _percentage("read", text, fix)
+    fix = "use a percentage such as '20%', or '100%' for all"
+    try:
+        text = _typed(value)
+        if text.endswith("%"):
+            return _percentage("read", text, fix)
+    except ValueError:
+        pass
+    raise bad("read", value, fix)
 
 
 def part_of(count: int, percentage: str) -> int:
@@ -65,24 +71,51 @@ def parse_window(value: int | str) -> int | str:
     fix = "use a number of prompt queries such as 32, a share such as '20%', or 'all'"
     if isinstance(value, bool):
         raise bad("observation_window", value, fix)
-    text = str(value).strip().lower()
-    if text == ALL_QUERIES:
-        return ALL_QUERIES
-    if text.endswith("%"):
-        return _percentage("observation_window", text, fix)
     try:
+        text = str(value) if isinstance(value, float) else _typed(value).lower()
+        if text == ALL_QUERIES:
+            return ALL_QUERIES
+        if text.endswith("%"):
+            return _percentage("observation_window", text, fix)
         window = int(value)
         whole = float(value) == window
-    except (TypeError, ValueError, OverflowError):
+    except (ValueError, OverflowError):
         raise bad("observation_window", value, fix) from None
     if window < 1 or not whole:
         raise bad("observation_window", value, fix)
     return window
 
 
+def _typed(value: Any) -> str:
+    """A number or what a user has typed, as text.
+
+    Raises:
+        ValueError: It is something else, or a number too long to be written.
+    """
+    if not isinstance(value, (int, str)) or isinstance(value, bool):
+        raise ValueError
+    return str(value).strip()
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, or its beginning: messages are logged and sent."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # numbers of over 4300 digits, deep nesting
+        return f"a value of type {type(value).__name__} that is too large to show"
+    return shortened(text, MOST_SHOWN)
+
+
+def shortened(text: Any, most: int = 300) -> str:
+    """A path, or an error with one, or its beginning."""
+    whole = str(text)
+    return whole if len(whole) <= most else whole[: most - 3] + "..."
+
+
 def bad(option: str, value: Any, fix: str, prefix: str = "h2o_") -> ValueError:
+    """An error that names an option, both spellings, its value and what to do."""
     flag = "--" + (prefix + option).replace("_", "-")
-    return ValueError(f"{prefix}{option} ({flag}) is {value!r}: {fix}")
+    return ValueError(f"{prefix}{option} ({flag}) is {shown(value)}: {fix}")
 
 
 def check_number(option: str, value: Any, low: float, high: float) -> None:
@@ -91,9 +124,11 @@ def check_number(option: str, value: Any, low: float, high: float) -> None:
         raise bad(option, value, f"use a number from {low} to {high}")
 
 
-def check_int(option: str, value: Any, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise bad(option, value, f"use a whole number, {low} or more")
+def check_int(option: str, value: Any, low: int, high: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        to = f"{low} or more" if high is None else f"from {low} to {high}"
+        raise bad(option, value, f"use a whole number, {to}")
 
 
 def check_choice(

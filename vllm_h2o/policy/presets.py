@@ -16,7 +16,7 @@ from vllm_h2o.policy.config import (
     H2OConfig,
 )
 from vllm_h2o.policy.methods import METHODS
-from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice
+from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice, shown
 
 _OF_HEAVY_SET = (
     "observation_window", "pooling", "prompt_score", "score", "score_decay",
@@ -115,19 +115,20 @@ def resolve_config(
         check_choice("kv_policy", policy, POLICY_NAMES, prefix="")
     if not isinstance(enable_h2o, bool | None):
         raise bad("enable_h2o", enable_h2o, "use True or False", prefix="")
-    unknown = sorted(set(options) - set(OPTION_NAMES))
+    unknown = [name for name in options if name not in OPTION_NAMES]
     if unknown:
         raise ValueError(
-            f"unknown H2O option {unknown[0]!r}: use one of {', '.join(OPTION_NAMES)}"
+            f"unknown H2O option {shown(unknown[0])}: use one of "
+            f"{', '.join(OPTION_NAMES)}"
         )
     if enable_h2o is True and policy not in (None, "h2o"):
         raise ValueError(
-            f"enable_h2o=True means kv_policy='h2o', but kv_policy={policy!r} "
+            f"enable_h2o=True means kv_policy='h2o', but kv_policy={shown(policy)} "
             "was given too: drop one of them"
         )
     if enable_h2o is False and policy not in (None, FULL):
         raise ValueError(
-            f"enable_h2o=False turns eviction off, but kv_policy={policy!r} "
+            f"enable_h2o=False turns eviction off, but kv_policy={shown(policy)} "
             "turns it on: drop one of them"
         )
     name = "h2o" if enable_h2o else (policy or FULL)
@@ -140,7 +141,7 @@ def resolve_config(
                 else ("enable_h2o=False" if enable_h2o is False else "no kv_policy")
             )
             raise ValueError(
-                f"h2o_{option}={value!r} has no effect with {asked}: "
+                f"h2o_{option}={shown(value)} has no effect with {asked}: "
                 "add kv_policy='h2o' (--kv-policy h2o) or drop the option"
             )
         return None
@@ -150,7 +151,7 @@ def resolve_config(
         config = replace(config, prompt_score=ATTENTION)
     if steered and config.gated:
         raise ValueError(
-            f"h2o_{steered[0]}={options[steered[0]]!r} has no effect with "
+            f"h2o_{steered[0]}={shown(options[steered[0]])} has no effect with "
             f"h2o_prompt_score={GATE!r}: drop it, or use {ATTENTION!r}"
         )
     for field in dataclasses.fields(H2OConfig):
@@ -158,20 +159,21 @@ def resolve_config(
         lacks = field.name in _of_methods() and not hasattr(config.method, field.name)
         if lacks and (field.name in options or given != field.default):
             raise ValueError(
-                f"h2o_{field.name}={given!r} of {name} is no option of "
-                f"h2o_score={config.score!r} (--h2o-score): drop one of them"
+                f"h2o_{field.name}={shown(given)} of {name} is no option of "
+                f"h2o_score={shown(config.score)} (--h2o-score): drop one of them"
             )
     idle = [name for name in _OF_SPLIT if name in options]
     if idle and config.head_budgets != REQUEST:
         raise ValueError(
-            f"h2o_{idle[0]}={options[idle[0]]!r} has no effect with "
-            f"h2o_head_budgets={config.head_budgets!r}: drop it, or use {REQUEST!r}"
+            f"h2o_{idle[0]}={shown(options[idle[0]])} has no effect with "
+            f"h2o_head_budgets={shown(config.head_budgets)}: drop it, or use "
+            f"{REQUEST!r}"
         )
     idle = [name for name in _OF_HEAVY_SET if name in options]
     if idle and not config.keeps_heavy_set:
         raise ValueError(
-            f"h2o_{idle[0]}={options[idle[0]]!r} has no effect with recent_ratio=1.0, "
-            "which leaves no slots to win by score: drop it, or use a smaller "
-            "h2o_recent_ratio (--h2o-recent-ratio)"
+            f"h2o_{idle[0]}={shown(options[idle[0]])} has no effect with "
+            "recent_ratio=1.0, which leaves no slots to win by score: drop it, or use "
+            "a smaller h2o_recent_ratio (--h2o-recent-ratio)"
         )
     return config

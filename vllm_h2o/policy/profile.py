@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import base64
 import json
-import math
+import os
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_h2o.policy.options import shortened, shown
 
 FILE_NAME = "h2o_heads.json"
 """Where a model's folder holds its profile."""
@@ -26,8 +29,15 @@ SCARCE_SHARE, MOST_STRETCH = 0.15, 2.0
 `benchmarks/quality`, of the factors tried 1 lost the least at 10 and 15 % of the
 context, 1.5 at 20 % and 2 at 30 %; the rule goes between them."""
 
+_MOST_TOKENS, _MOST_ERROR = 2**31, 1e30
+"""More no context has, and no error that is measured."""
+
 Curve = npt.NDArray[np.float64]
 """Error of a KV head by its blocks, falling."""
+
+
+NO_PROFILE = (OSError, ValueError, TypeError, LookupError, RecursionError)
+"""What files raise that have no profile, or none that is sound."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +64,23 @@ class HeadProfile:
 
     def __post_init__(self) -> None:
         grid = self.grid_tokens
+        counts = [*grid, self.context_tokens]
+        if not all(type(n) is int and 0 <= n <= _MOST_TOKENS for n in counts):
+            raise ValueError("grid_tokens and context_tokens must be counts of tokens")
         if len(grid) < 2 or sorted(set(grid)) != list(grid) or grid[0] < 1:
-            raise ValueError(f"grid_tokens is {grid}: use ascending token counts")
+            raise ValueError(
+                f"grid_tokens is {shown(grid)}: use ascending token counts"
+            )
         heads = {len(layer) for layer in self.errors}
         if len(heads) != 1 or 0 in heads:
             raise ValueError("errors must have the same number of heads in each layer")
         curves = [curve for layer in self.errors for curve in layer]
         if any(len(curve) != len(grid) for curve in curves):
             raise ValueError("errors must have a value for each of grid_tokens")
-        if not all(0.0 <= e < math.inf for curve in curves for e in curve):
-            raise ValueError("errors must be finite and not negative")
+        if not all(_is_error(e) for curve in curves for e in curve):
+            raise ValueError(
+                f"errors must be finite, not negative, and at most {_MOST_ERROR:g}"
+            )
         if not self.context_tokens:
             object.__setattr__(self, "context_tokens", round(grid[-1] / 0.8))
         if self.context_tokens < grid[-1]:
@@ -135,15 +152,43 @@ class HeadProfile:
         fix = "write one with python -m vllm_h2o.calibrate, or use 'uniform'"
         try:
             return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+        except NO_PROFILE as error:
+            why = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"h2o_head_budgets (--h2o-head-budgets): {path} is no head profile "
-                f"({error}): {fix}"
+                "h2o_head_budgets (--h2o-head-budgets): "
+                f"{shortened(path)} is no head profile ({why}): {fix}"
             ) from error
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps(asdict(self)) + "\n")
+        """Write it as JSON: whole, or not at all.
+
+        Raises:
+            OSError: It can not be written.
+        """
+        write_whole(path, json.dumps(asdict(self)) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once, in place of one that is there.
+
+    Raises:
+        OSError: It can not be written; then what was there still is.
+    """
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def _is_error(value: Any) -> bool:
+    """Whether a value of a file may be an error; NaN may not."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0.0 <= value <= _MOST_ERROR
 
 
 def gate_in_json(weights: npt.ArrayLike, explained: float) -> dict[str, Any]:

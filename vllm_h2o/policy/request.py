@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_h2o.policy.config import ATTENTION, H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.options import parse_budget, parse_window, part_of
+from vllm_h2o.policy.options import parse_budget, parse_window, part_of, shown
 from vllm_h2o.policy.presets import FULL
 
 KEY = "h2o"
@@ -189,7 +189,8 @@ class RequestOptions:
         # Where only numbers and strings can be sent, true is 1.
         said = {"true": True, "1": True, "1.0": True}
         said |= {"false": False, "0": False, "0.0": False}
-        report = said.get(str(self.report).lower())
+        given: Any = self.report
+        report = said.get((given if isinstance(given, str) else shown(given)).lower())
         if report is None:
             raise _bad("report", self.report, "use true or false")
         return report
@@ -197,7 +198,8 @@ class RequestOptions:
 
 def asks_anything(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether something in a request's `extra_args` is meant for H2O."""
-    return any(str(name).startswith(KEY) for name in extra_args or ())
+    names = (name for name in extra_args or () if isinstance(name, str))
+    return any(name.startswith(KEY) for name in names)
 
 
 DEFAULTS = RequestOptions()
@@ -211,25 +213,22 @@ def _given(extra_args: Mapping[str, Any]) -> dict[str, Any]:
         together = {}
     if not isinstance(together, Mapping):
         fix = f'use a dictionary such as {{"policy": "full"}}, or {KEY}_policy'
-        raise ValueError(f"{KEY} of this request is {_shown(together)}: {fix}")
-    given = {str(name): value for name, value in together.items()}
+        raise ValueError(f"{KEY} of this request is {shown(together)}: {fix}")
+    given = {
+        name if isinstance(name, str) else shown(name): value
+        for name, value in together.items()
+    }
     for name, value in extra_args.items():
         if not isinstance(name, str) or not name.startswith(KEY + "_"):
             continue
         option = name.removeprefix(KEY + "_")
         if option in given:
-            other = f"{KEY}: {{{option!r}: {_shown(given[option])}}}"
+            other = f"{KEY}: {{{option!r}: {shown(given[option])}}}"
             raise _bad(option, value, f"{other} was given too, drop one of them")
         given[option] = value
     return given
 
 
 def _bad(option: str, value: Any, fix: str) -> ValueError:
-    name = _shown(f"{KEY}_{option}").strip("'")
-    return ValueError(f"{name} of this request is {_shown(value)}: {fix}")
-
-
-def _shown(value: Any) -> str:
-    """As Python writes it; not all of it, since errors are logged and sent."""
-    shown = repr(value)
-    return shown if len(shown) <= 100 else shown[:97] + "..."
+    name = shown(f"{KEY}_{option}").strip("'")
+    return ValueError(f"{name} of this request is {shown(value)}: {fix}")

@@ -18,6 +18,7 @@ from vllm_h2o.attention.ops.types import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import State, starts_at_zero
+from vllm_h2o.policy.options import shown
 
 __all__ = [
     "KERNELS", "Chosen", "DecodeParams", "ResidentRows", "ScoredLayer",
@@ -38,8 +39,8 @@ def runs_reference() -> bool:
     named = os.environ.get(KERNELS, "")
     if named not in ("", "reference"):
         raise ValueError(
-            f"{KERNELS} is {named!r}: unset it, or set it to 'reference', which runs "
-            "plain torch in place of the kernels, slowly"
+            f"{KERNELS} is {shown(named)}: unset it, or set it to 'reference', which "
+            "runs plain torch in place of the kernels, slowly"
         )
     return named == "reference"
 

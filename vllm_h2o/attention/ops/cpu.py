@@ -1,18 +1,11 @@
-"""The C kernels: built with the system's compiler at first use, cached, by ctypes."""
+"""The C kernels, called by ctypes; `c_library` builds and keeps them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,24 +16,13 @@ from vllm_h2o.attention.ops import (
     DecodeParams,
     ResidentRows,
     ScoredLayer,
+    c_library,
     reference,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.core.cache import cache_root
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.methods import State
-
-_SOURCES = Path(__file__).parents[1] / "csrc"
-# Sums may be reordered so that they vectorize; divisions must stay exact, and
-# comparisons of infinities defined, so no -ffast-math.
-_FLAGS = (
-    "-shared -fPIC -O3 -march=native -fopenmp -fno-math-errno "
-    "-fno-trapping-math -fassociative-math -fno-signed-zeros"
-).split()
-if platform.machine() == "x86_64":
-    # gcc's own choice for Intel's is 256 bits, also beside the kernels' vectors of 512.
-    _FLAGS.append("-mprefer-vector-width=512")
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
@@ -468,87 +450,19 @@ def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    return load()
-
-
-def load(*flags: str) -> ctypes.CDLL:
-    """Load the kernels, building them when this machine has no copy yet.
-
-    Args:
-        flags: More of the compiler's, for variants to measure.
-    """
-    target = cache_root() / "kernels" / f"h2o_decode-{_fingerprint(flags)}.so"
-    if not target.exists():
-        _build(target, flags)
-    # torch has loaded its OpenMP by now; the same soname makes ours resolve to
-    # it, so both share one pool of threads.
-    return ctypes.CDLL(str(target))
+    return c_library.load()
 
 
 def build(dtype: torch.dtype) -> None:
     """Build (if needed) and load the kernels, so that no request waits for them.
 
     Raises:
-        RuntimeError: There is no compiler, or it failed.
+        RuntimeError: See `c_library.load`.
         ValueError: It has no `dtype`.
     """
     if not hasattr(_library(), f"h2o_decode_{_DTYPES[dtype]}"):
         raise ValueError(
             f"H2O's kernels were built without {_DTYPES[dtype]} (--dtype), which "
-            f"{_compiler()} does not have: set CC to gcc 12 or newer, or use "
+            f"{c_library.compiler()} does not have: set CC to gcc 12 or newer, or use "
             "--dtype bfloat16"
-        )
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        if name and (found := shutil.which(name)):
-            return found
-    raise RuntimeError(
-        "H2O on CPU needs a C compiler to build its kernel and found none: "
-        "install gcc or clang, or set CC to one"
-    )
-
-
-def _fingerprint(flags: Sequence[str]) -> str:
-    """Identify source, flags, compiler and processor (-march=native)."""
-    digest = hashlib.sha256()
-    for source in sorted(_SOURCES.iterdir()):
-        digest.update(source.read_bytes())
-    digest.update(" ".join([*_FLAGS, *flags]).encode())
-    digest.update(_compiler().encode())
-    digest.update(_processor().encode())
-    return digest.hexdigest()[:16]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    keys = ("model name", "flags", "Features")
-    return "".join(sorted({line for line in lines if line.startswith(keys)}))
-
-
-def _build(target: Path, flags: Sequence[str]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Workers of one engine may build at the same time: each into a file of its
-    # own, the rename is atomic.
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        partial = Path(folder) / target.name
-        compile_source(_SOURCES / "decode.c", partial, *flags)
-        partial.rename(target)
-
-
-def compile_source(source: Path, target: Path, *flags: str) -> None:
-    """Compile one C file to a shared object, with the kernels' flags and more.
-
-    Raises:
-        RuntimeError: There is no compiler, or it failed; with what it said.
-    """
-    command = [_compiler(), *_FLAGS, *flags, str(source), "-o", str(target), "-lm"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(
-            f"building the H2O kernel failed: {' '.join(command)}\n{result.stderr}"
         )
