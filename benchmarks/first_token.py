@@ -58,6 +58,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="%% of the prompt, and two blocks at least",
     )
     parser.add_argument("--policy", default="h2o", help="the preset that evicts")
+    parser.add_argument("--dtype", default=ENGINE_ARGS["dtype"], help="of the model")
     parser.add_argument("--rounds", type=int, default=24, help="turns of an engine")
     parser.add_argument("--engines", type=int, default=1, help="pairs, one by one")
     parser.add_argument("--model", default="", help="folder; SmolLM2 without it")
@@ -69,7 +70,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def measure(length: int, cached: bool, args: argparse.Namespace) -> dict[str, Any]:
     """One prompt: scored against kept whole, and the transition."""
     job = {"length": length, "cached": cached, "model": args.model}
-    job["policy"] = args.policy
+    job |= {"policy": args.policy, "dtype": args.dtype}
     budget = max(-(-length * args.budget // 100), 2 * ENGINE_ARGS["block_size"])
     fits = ROOM // 2, 2 * ROOM
     engines = []
@@ -131,7 +132,7 @@ def turns(job: dict[str, Any]) -> list[dict[str, list[float]]]:
             pool_blocks=4 * -(-longest // ENGINE_ARGS["block_size"]),
             budget_tokens=job["budget"],
             prefix_caching=job["cached"],
-            engine_args=ENGINE_ARGS,
+            engine_args=ENGINE_ARGS | {"dtype": job["dtype"]},
         )
     )
     found, scored = [], 0

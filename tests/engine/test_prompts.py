@@ -10,6 +10,7 @@ from tests.engine.helpers import (
     check,
     engine,
     generate,
+    greedy,
     outcome,
     prompts_of,
     scheduler,
@@ -146,6 +147,32 @@ def test_chunks_give_the_survivors_of_one_chunk(plain, window):
     one_chunk = results.pop(2048)
     for chunk, result in results.items():
         assert result == one_chunk, f"chunks of {chunk}"
+
+
+def test_in_16_bits_no_answer_depends_on_chunks_or_hits():
+    """Bit by bit, where the last steps mostly score and the first ones do not."""
+    options = OPTIONS | {"h2o_observation_window": 64, "dtype": "bfloat16"}
+    prompt, other = prompts_of(467, 467)
+    with engine(kv_policy="h2o", enable_prefix_caching=True, **options) as llm:
+        expected = thoughts(llm, prompt)
+        for chunk in (233, 64, 33):
+            scheduler(llm).max_num_scheduled_tokens = chunk
+            assert thoughts(llm, prompt) == expected, f"chunks of {chunk}"
+        scheduler(llm).max_num_scheduled_tokens = 2048
+        first = [thoughts(llm, each, prompt_logprobs=None) for each in (prompt, other)]
+        request_steps = watch_prefill(llm)
+        again = [thoughts(llm, each, prompt_logprobs=None) for each in (prompt, other)]
+        assert request_steps() < 2 * 467 / 2
+        assert again == first
+        assert_pool_whole(llm)
+
+
+def thoughts(llm, prompt, prompt_logprobs=1):
+    """Log-probabilities of a prompt's tokens, if asked for, and of the first token."""
+    parameters = greedy(2, logprobs=4, prompt_logprobs=prompt_logprobs)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
+    said = [*(output.prompt_logprobs or [])[1:], output.outputs[0].logprobs[0]]
+    return [{i: token.logprob for i, token in each.items()} for each in said]
 
 
 def test_chunks_in_layout_vec16_give_stock_tokens_where_nothing_is_evicted(tmp_path):

@@ -42,7 +42,10 @@ class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
         if not self.compresses:
             return
         fused = fused_prompt_form_of(self.spec.h2o.method) is not None
-        self.attends_observed = fused and not runs_reference()
+        # In 16 bits it would round otherwise than stock's, and an answer would depend
+        # on how its prompt was cut into steps.
+        is_float32 = self.spec.dtype == torch.float32
+        self.attends_observed = fused and is_float32 and not runs_reference()
         if self.isa == "amx":
             # AMX packs keys in tiles, which the transition could not gather.
             logger.info_once("H2O uses the vec layout of the KV cache instead of amx")

@@ -181,7 +181,8 @@ class H2OMetadataBuilder(_Stock):
     # Our metadata is not the stock backend's.
     supports_update_block_table = False
     supports_draft_decode_metadata_update = False
-    # Whether our kernel attends in prompts' steps in which most queries score.
+    # Whether our kernel attends in prompts' steps in which most queries score: then
+    # stock's need not compute their logits too.
     attends_observed = False
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:

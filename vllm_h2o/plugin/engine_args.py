@@ -26,6 +26,7 @@ from vllm_h2o.core.settings import (
     h2o_config,
     parse_settings,
     settings_of,
+    settle,
 )
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.options import bad, shown
@@ -134,7 +135,13 @@ def configured(create_engine_config):
         finally:
             vars(self).update(given)
         check(vllm_config)
-        if h2o_config(vllm_config) is not None:
+        if (config := h2o_config(vllm_config)) is not None:
+            model = vllm_config.model_config
+            if model.original_max_model_len == -1 and isinstance(config.budget, str):
+                # --max-model-len auto: vLLM may shorten it later, and tells processes
+                # at different times. The share is of the length that all know now.
+                tokens = config.budget_tokens(model.max_model_len)
+                settle(vllm_config, budget=tokens)
             from vllm_h2o.plugin.metrics import add_metrics
             from vllm_h2o.plugin.requests import check_requests
 
