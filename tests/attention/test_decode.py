@@ -1,5 +1,6 @@
 """Every decode kernel against the torch reference."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -25,13 +26,25 @@ from vllm_h2o.policy.selection import select_residents
 NUM_BLOCKS = 24
 
 
-@pytest.fixture(autouse=True, params=[1, 3], ids=["one thread", "three threads"])
-def threads(request):
-    """Rows and heads are shared out among threads, whatever the process has."""
+THREADS = (1, 3)
+"""Rows and heads are shared out among threads, which change nothing."""
+
+
+@contextmanager
+def threads(number):
+    """Have torch, and so the kernels, use so many, whatever the process has."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_kernel(number, *arguments):
+    """Run the kernel with so many threads."""
+    with threads(number):
+        return run(cpu.decode_resident, *arguments)
 
 
 def make_cache(dtype, num_kv_heads, head_size, block_size):
@@ -132,18 +145,19 @@ def test_kernel_equals_reference(name, heads):
     params = CASES[name]
     arguments = (params, torch.float32, heads, 64, 130)
     expected, expected_pages, table = run(reference.decode_resident, *arguments)
-    actual, pages, _ = run(cpu.decode_resident, *arguments)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     used = table.flatten().long()
-    assert torch.equal(pages.births[used], expected_pages.births[used])
-    torch.testing.assert_close(
-        pages.scores[used], expected_pages.scores[used], rtol=1e-4, atol=1e-6
-    )
-    if params.merge:
+    for number in THREADS:
+        actual, pages, _ = run_kernel(number, *arguments)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(pages.births[used], expected_pages.births[used])
         torch.testing.assert_close(
-            pages.values[used], expected_pages.values[used], rtol=1e-4, atol=1e-5
+            pages.scores[used], expected_pages.scores[used], rtol=1e-4, atol=1e-6
         )
-        torch.testing.assert_close(pages.thresholds, expected_pages.thresholds)
+        if params.merge:
+            torch.testing.assert_close(
+                pages.values[used], expected_pages.values[used], rtol=1e-4, atol=1e-5
+            )
+            torch.testing.assert_close(pages.thresholds, expected_pages.thresholds)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -151,23 +165,24 @@ def test_kernel_equals_reference(name, heads):
 def test_half_precision(dtype, head_size):
     arguments = (params_of(), dtype, (6, 2), head_size, 80)
     expected, expected_pages, table = run(reference.decode_resident, *arguments)
-    actual, pages, _ = run(cpu.decode_resident, *arguments)
-    torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=4e-3)
     used = table.flatten().long()
-    assert torch.equal(pages.births[used], expected_pages.births[used])
-    # Scores are float32 whatever the cache is.
-    torch.testing.assert_close(
-        pages.scores[used], expected_pages.scores[used], rtol=1e-4, atol=1e-6
-    )
+    for number in THREADS:
+        actual, pages, _ = run_kernel(number, *arguments)
+        torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=4e-3)
+        assert torch.equal(pages.births[used], expected_pages.births[used])
+        # Scores are float32 whatever the cache is.
+        torch.testing.assert_close(
+            pages.scores[used], expected_pages.scores[used], rtol=1e-4, atol=1e-6
+        )
 
 
 def test_other_blocks_stay_untouched():
-    _, pages, table = run(
-        cpu.decode_resident, params_of(), torch.float32, (9, 3), 64, 100
-    )
-    others = sorted(set(range(NUM_BLOCKS)) - set(table.flatten().tolist()))
-    assert pages.keys[others].isnan().all()
-    assert pages.scores[others].isnan().all()
+    for number in THREADS:
+        arguments = (params_of(), torch.float32, (9, 3), 64, 100)
+        _, pages, table = run_kernel(number, *arguments)
+        others = sorted(set(range(NUM_BLOCKS)) - set(table.flatten().tolist()))
+        assert pages.keys[others].isnan().all()
+        assert pages.scores[others].isnan().all()
 
 
 def test_unsupported_shapes_are_named():
@@ -189,13 +204,20 @@ def placements_of(pages_of_layers, layer, blocks):
 @pytest.mark.parametrize(("read", "merge"), [(1.0, False), (0.5, False), (1.0, True)])
 def test_budgets_by_head_equal_reference(layer, read, merge):
     """From the step that fills the common budget on, in borrowed pages."""
+    (expected, expected_births), *results = (
+        decode_by_head(kernel, number, layer, read, merge)
+        for kernel, number in ((reference, 1), *((cpu, n) for n in THREADS))
+    )
+    for actual, births in results:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(births, expected_births)
+
+
+def decode_by_head(kernel, number, layer, read, merge):
+    """Attention of one of three layers, step by step, and the births of all."""
     blocks = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
     dtype, budget = torch.float32, 48
-    results = []
-    for op, part_ways in (
-        (reference.decode_resident, reference.transition),
-        (cpu.decode_resident, cpu.transition),
-    ):
+    with threads(number):
         generator = torch.Generator().manual_seed(layer)
         caches = [make_cache(dtype, 3, 64, 16) for _ in blocks]
         params = params_of(
@@ -225,23 +247,25 @@ def test_budgets_by_head_equal_reference(layer, read, merge):
                 scores = scores.transpose(0, 1).flatten(1)
                 config = H2OConfig(sinks=4, pooling=1)
                 scored = [ScoredLayer(layers[layer], {"score": scores}, params)]
-                part_ways(scored, table[0], table[0], OWN, 0, config)
-            op(query, key, value, layers[layer], rows, params, output)
+                kernel.transition(scored, table[0], table[0], OWN, 0, config)
+            kernel.decode_resident(
+                query, key, value, layers[layer], rows, params, output
+            )
             outputs.append(output)
         births = torch.cat([pages.births[[7, 3, 11]] for pages in layers])
-        results.append((torch.cat(outputs), births))
-    (expected, expected_births), (actual, births) = results
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(births, expected_births)
+        return torch.cat(outputs), births
 
 
 @pytest.mark.parametrize(("read", "merge"), [(1.0, False), (0.5, False), (1.0, True)])
 def test_requests_with_splits_of_their_own_decode_side_by_side(read, merge):
     """One whose heads are alike and two that split differently: each as alone."""
-    together = decode_splits(cpu, read, merge)
     expected = decode_splits(reference, read, merge)
-    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(together, decode_splits(cpu, read, merge, apart=True))
+    for number in THREADS:
+        with threads(number):
+            together = decode_splits(cpu, read, merge)
+            apart = decode_splits(cpu, read, merge, apart=True)
+        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(together, apart)
 
 
 def decode_splits(kernel, read, merge, apart=False):
@@ -352,7 +376,7 @@ def test_before_its_first_query_a_row_leaves_all_scores_alone():
 
 
 def test_a_compiler_without_float16_lacks_nothing_else(monkeypatch):
-    library = c_library.load("-U__FLT16_MANT_DIG__")
+    library = c_library.load("-U__FLT16_MANT_DIG__", "-O0")
     monkeypatch.setattr(cpu, "_library", lambda: library)
     cpu.build(torch.bfloat16)
     with pytest.raises(ValueError, match=r"without float16 \(--dtype\).*gcc 12"):

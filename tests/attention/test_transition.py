@@ -1,11 +1,13 @@
 """The transition of all layers on CPU against the torch reference, layer by layer."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 
-from tests.attention.test_decode import (  # noqa: F401  pytest finds `threads` here
+from tests.attention.test_decode import (
+    THREADS,
     make_cache,
     pages_of,
     params_of,
@@ -19,6 +21,7 @@ from vllm_h2o.policy.config import H2OConfig
 BLOCKS = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
 """Of three layers of three heads; 3 blocks of 16 on average."""
 BUDGET = 48
+KERNELS = [(reference, 1), *((cpu, number) for number in THREADS)]
 TABLE = torch.tensor([7, 3, 11], dtype=torch.int32)
 PROMPT = torch.tensor([1, 20, 5, 14, 2, 9, 22, 17, 4, 12], dtype=torch.int32)
 
@@ -52,12 +55,15 @@ def check(num_tokens, source, config, dtype=torch.float32, by_head=True):
     """Every byte of every layer is the same afterwards."""
     params = params_of(mean=True, unit=config.eviction_unit, sinks=config.sinks)
     results = []
-    for op in (reference.transition, cpu.transition):
+    for kernel, number in KERNELS:
         layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
         placement = placement_of(num_tokens, source, by_head)
-        op(layers, source, TABLE, placement, num_tokens // 2, config)
+        with threads(number):
+            kernel.transition(layers, source, TABLE, placement, num_tokens // 2, config)
         results.append([layer.pages for layer in layers])
-    for expected, actual in zip(*results, strict=True):
+    expected_pages, *kernels = results
+    pairs = [zip(expected_pages, pages, strict=True) for pages in kernels]
+    for expected, actual in chain(*pairs):
         for name in ("keys", "values", "scores", "births"):
             torch.testing.assert_close(
                 getattr(actual, name), getattr(expected, name),
@@ -119,17 +125,20 @@ def check_next_token(dtype, option, by_head, num_tokens, source):
         placements=torch.tensor([placement], dtype=torch.int32),
     )
     results = []
-    for kernel in (reference, cpu):
+    for kernel, number in KERNELS:
         layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
-        kernel.transition(layers, source, TABLE, placement, num_tokens // 2, config)
         found = [torch.full_like(query, float("nan")) for _ in layers]
-        for layer, output in zip(layers, found, strict=True):
-            kernel.decode_resident(
-                query, key, value, layer.pages, rows, layer.params, output
-            )
+        with threads(number):
+            kernel.transition(layers, source, TABLE, placement, num_tokens // 2, config)
+            for layer, output in zip(layers, found, strict=True):
+                kernel.decode_resident(
+                    query, key, value, layer.pages, rows, layer.params, output
+                )
         if option == "merge":
             found += [layer.pages.values[TABLE.long()] for layer in layers]
             found += [layer.pages.thresholds[TABLE[0]] for layer in layers]
         results.append(torch.cat([part.float().flatten() for part in found]))
     tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
-    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance / 4)
+    expected, *kernels = results
+    for actual in kernels:
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 4)

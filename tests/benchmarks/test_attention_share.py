@@ -5,7 +5,7 @@ import pytest
 from benchmarks.attention_share import parse_args
 from benchmarks.process import run_in_process
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_attention_is_a_part_of_the_step():

@@ -16,18 +16,25 @@ from tests.engine.tiny_models import save_llama
 pytestmark = pytest.mark.engine
 
 
-def test_a_comparison_from_the_command_line(tmp_path):
+@pytest.mark.parametrize(
+    ("baselines", "policies"),
+    [
+        (("stock",), ("h2o",)),
+        pytest.param(
+            ("stock", "transformers"), ("h2o", "kvpress"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_comparison_from_the_command_line(tmp_path, baselines, policies):
     model = save_llama(tmp_path / "model")
-    cell = tiny_cell(
-        model, baselines=("stock", "transformers"), policies=("h2o", "kvpress")
-    )
+    cell = tiny_cell(model, baselines=baselines, policies=policies)
     output = tmp_path / "results"
     options = shlex.split(cell.command())[3:]
     compare.main([*options, "--output-dir", str(output)])
 
     result = json.loads(result_path(cell, output).read_text())
     systems = {system["label"]: system for system in result["systems"]}
-    assert list(systems) == ["stock", "transformers", "h2o 50%", "kvpress 50%"]
+    assert list(systems) == [*baselines, *(f"{policy} 50%" for policy in policies)]
     samples = {label: system["samples"][0] for label, system in systems.items()}
     for sample in samples.values():
         assert sample["completed"] == 6
@@ -56,18 +63,12 @@ def test_a_comparison_from_the_command_line(tmp_path):
         assert 1 <= sample["mean_running_requests"] <= sample["max_running_requests"]
     with (output / "throughput.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["policy"] for row in rows] == [
-        "stock",
-        "transformers",
-        "h2o",
-        "kvpress",
-    ]
+    assert [row["policy"] for row in rows] == [*baselines, *policies]
 
 
 # Started anew after two turns, or not at all.
-@pytest.mark.parametrize(
-    ("rounds", "restart_every"), [(2, None), pytest.param(3, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rounds", "restart_every"), [(2, None), (3, 2)])
 def test_engines_that_stay_up_and_prompts_that_were_read_before(
     tmp_path, monkeypatch, rounds, restart_every
 ):
@@ -101,6 +102,7 @@ def test_engines_that_stay_up_and_prompts_that_were_read_before(
     assert result["systems"][1]["samples"][1]["h2o"]["transitions"] == 6
 
 
+@pytest.mark.slow
 def test_a_system_that_ends_is_named(tmp_path, capfd):
     model = save_llama(tmp_path / "model")
     cell = tiny_cell(model, together=True, engine_args={"max_num_seqs": 0})

@@ -8,8 +8,6 @@ import tests.engine.helpers  # noqa: F401  the engine runs in this process
 from benchmarks import first_token
 from tests.engine.tiny_models import save_reading_llama
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture
 def here(monkeypatch):
@@ -25,6 +23,8 @@ def here(monkeypatch):
     monkeypatch.setattr(first_token, "run_in_process", call)
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "engines"), [("--prompts", 1), ("--cached", 2)])
 def test_scored_prompts_against_those_kept_whole(here, tmp_path, kind, engines):
     """That the ones are scored and the others are not is asserted inside."""

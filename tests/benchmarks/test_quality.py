@@ -187,6 +187,7 @@ def here(monkeypatch):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_the_full_cache_answers_whenever_it_is_asked(tokenizer, here):
     """A question ends the user's turn: its stop token must not end the request."""
     asked = questions(tokenizer, ["passkey"], 320, [0.5], per_depth=3, seed=0)

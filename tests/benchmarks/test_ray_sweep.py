@@ -11,7 +11,7 @@ from benchmarks.ray_sweep import start_ray, sweep
 from tests.benchmarks.helpers import tiny_cell
 from tests.engine.tiny_models import save_llama
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # K and V of 32 tokens, for 4 layers of 4 heads of 32, float32.
 _PAGE_BYTES = 2 * 32 * 4 * 4 * 32 * 4
@@ -25,7 +25,7 @@ def local_ray(monkeypatch):
     ray.shutdown()
 
 
-@pytest.mark.parametrize("ranks", [[2], pytest.param([1, 2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [[2], [1, 2]])
 def test_a_sweep_survives_a_failure_and_resumes(tmp_path, local_ray, ranks):
     model = save_llama(tmp_path / "model")
     output = tmp_path / "results"

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.serve import parse_args, turn
 from tests.engine.tiny_models import save_reading_llama
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_a_turn_gives_what_vllm_bench_serve_saves(tmp_path):

@@ -1,4 +1,7 @@
-"""H2O is H2O: the engine against the dense reference, on SmolLM2 in float32."""
+"""H2O is H2O: the engine against the dense reference, in float32.
+
+All rules on a llama of four layers with random weights, the presets on SmolLM2.
+"""
 
 import itertools
 import json
@@ -58,35 +61,41 @@ def settings_of(variant):
 
 
 @pytest.fixture(scope="module")
-def llm():
-    options = {"kv_policy": "h2o", "h2o_budget": BUDGET}
-    with engine(**options, h2o_head_budgets="uniform") as llm:
+def llama(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(llama):
+    options = {"kv_policy": "h2o", "h2o_budget": BUDGET, "skip_tokenizer_init": True}
+    with engine(llama, **options, h2o_head_budgets="uniform") as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    return prompts_of(*LENGTHS)
+    return random_prompts(*LENGTHS)
 
 
 @pytest.fixture(scope="module")
-def expected(prompts):
+def expected(llama, prompts):
     """What the reference gives to each prompt, by variant; these are `VARIANTS`."""
-    return densely(prompts, VARIANTS)
+    return densely(llama, prompts, VARIANTS)
 
 
 @pytest.fixture(scope="module")
-def expected_of_others(prompts):
+def expected_of_others(llama, prompts):
     """The same of `OTHER_HALF`."""
-    return densely(prompts, OTHER_HALF)
+    return densely(llama, prompts, OTHER_HALF)
 
 
-def densely(prompts, variants):
-    model = DenseLlama(ensure_model())
+def densely(folder, prompts, variants):
+    model = DenseLlama(folder)
     by_prompt = [
         generate_densely(model, prompt, NUM_TOKENS, variants, SIZES)
         for prompt in prompts
     ]
+    assert max(len(set(result.tokens)) for result in by_prompt[0]) > 10
     return dict(zip(variants, zip(*by_prompt, strict=True), strict=True))
 
 
@@ -104,6 +113,14 @@ def test_engine_equals_reference_also_here(llm, prompts, expected_of_others, var
 def check_variant(llm, prompts, variant, expected):
     llm.collective_rpc("probe_set_policy", args=(settings_of(variant),))
     assert_equal_densely(llm, prompts, expected[variant])
+
+
+def test_h2o_paper_equals_reference():
+    """The preset that is the paper's, by its name, on SmolLM2."""
+    prompts, variant = prompts_of(*LENGTHS), Variant(None, 1, "sum", "token", sinks=0)
+    expected = densely(ensure_model(), prompts, [variant])[variant]
+    with engine(kv_policy="h2o-paper", h2o_budget=BUDGET) as llm:
+        assert_equal_densely(llm, prompts, expected)
 
 
 @pytest.mark.parametrize("block", [32, 128])
