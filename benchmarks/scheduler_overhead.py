@@ -105,7 +105,7 @@ class SchedulerDriver:
             dtype="float32",
             **ours,
         ).create_engine_config()
-        # Which no attention on CPU takes; the scheduler does.
+        # No attention on CPU takes blocks this small, but the scheduler does.
         config.cache_config.block_size = _BLOCK_SIZE
         spec: FullAttentionSpec = FullAttentionSpec(
             block_size=_BLOCK_SIZE, num_kv_heads=3, head_size=64, dtype=torch.float32

@@ -112,10 +112,12 @@ def test_bad_options_are_named(llama, capsys, arguments, complaint):
     [
         (
             ["--output", "/proc/none/heads.json"],
-            "--output is /proc/none/heads.json, in",
+            "--output is /proc/none/heads.json, which",
         ),
-        (["--output", "/proc/heads.json"], "--output is /proc/heads.json, in whose"),
-        (["--output", "/tmp"], "--output is /tmp, a folder: name a file in it"),
+        (["--output", "/proc/heads.json"], "--output is /proc/heads.json, which can"),
+        (["--output", "/tmp"], "--output is /tmp, a folder: give --output"),
+        (["--output", "/tmp/" + 250 * "x" + "/a"], "which can not be written (No such"),
+        (["--output", "/tmp/" + 300 * "x"], "which can not be written (File name too"),
         (["--texts", "none.txt"], "--texts is none.txt, which can not be read as text"),
         (
             ["--texts", "/bin/sh"],

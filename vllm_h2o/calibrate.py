@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_h2o.files import check_output, text_of
+from vllm_h2o.files import check_output, text_of, write_output
 from vllm_h2o.plugin.calibration import FEWEST_TOKENS
 from vllm_h2o.plugin.texts import MOST_TOKENS
 from vllm_h2o.policy.config import UNIFORM
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     first, *_ = llm.collective_rpc("h2o_measure", args=(texts, args.context))
     profile = HeadProfile(**first)
     llm.llm_engine.engine_core.shutdown(timeout=30)
-    profile.save(output)
+    write_output(parser, output, profile.as_json())
     print(f"H2O measured {profile.measured_on}, and wrote the profile to {output}")
 
 

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
+from vllm_h2o.policy.files import write_whole
 from vllm_h2o.policy.options import shortened
 
 
 def check_output(parser: argparse.ArgumentParser, path: Path) -> None:
     """End the command where its result could not be written to a file."""
-    option = f"--output is {shortened(path)}"
     try:
         if path.is_dir():
-            parser.error(f"{option}, a folder: name a file in it")
-        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            fix = "a folder: give --output a file in it"
+            parser.error(f"--output is {shortened(path)}, {fix}")
+        if path.exists() and not path.is_file():  # a device
+            if not os.access(path, os.W_OK):
+                raise PermissionError(13, os.strerror(13))
+            return
+        folder = path.resolve().parent
+        with tempfile.TemporaryFile(dir=folder):
             pass
+        if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
+            raise OSError(36, os.strerror(36))
     except OSError as error:
-        parser.error(
-            f"{option}, in whose folder nothing can be written ({error.strerror}): "
-            "name a file in a folder that is there and can be written"
-        )
+        _refuse(parser, path, error)
+
+
+def write_output(parser: argparse.ArgumentParser, path: Path, text: str) -> None:
+    """Write the result of a command; the command ends where that fails."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        _refuse(parser, path, error)
+
+
+def _refuse(parser: argparse.ArgumentParser, path: Path, error: OSError) -> None:
+    parser.error(
+        f"--output is {shortened(path)}, which can not be written "
+        f"({error.strerror or error}): give --output a file in a folder that is there "
+        "and can be written"
+    )
 
 
 def text_of(parser: argparse.ArgumentParser, option: str, path: Path) -> str:

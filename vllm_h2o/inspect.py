@@ -21,7 +21,7 @@ from vllm.tokenizers.detokenizer_utils import detokenize_incrementally
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_h2o.core.settings import h2o_config
-from vllm_h2o.files import check_output, text_of
+from vllm_h2o.files import check_output, text_of, write_output
 from vllm_h2o.policy.presets import FULL
 
 TEMPLATE = Path(__file__).with_name("inspect.html")
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         "budget": str(config.budget),
         "tokens": pieces(tokenizer, prompt + answer),
     }
-    args.output.write_text(page(shown), "utf-8")
+    write_output(parser, args.output, page(shown))
     read = f"{len(prompt)} of the text's {len(ids)} tokens"
     print(f"H2O has read {read}, and wrote what is kept to {args.output}")
 

@@ -5,6 +5,7 @@ import errno
 import os
 import pwd
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,31 @@ def test_what_is_damaged_is_built_anew(cache, built, monkeypatch, warned):
     assert file.read_bytes() == built.read_bytes()
 
 
+def test_a_compiler_that_is_replaced_is_another(cache, tmp_path, monkeypatch):
+    """And CC may have options, and must be there."""
+    real = shutil.which("gcc") or shutil.which("cc")
+    mine = tmp_path / "mycc"
+    mine.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    mine.chmod(0o755)
+    monkeypatch.setenv("CC", f"{mine} -g0")
+    assert c_library.compiler() == [str(mine), "-g0"]
+    before = c_library._compiler_digest()
+    mine.write_text(f'#!/bin/sh\n# newer\nexec {real} "$@"\n')
+    assert c_library._compiler_digest() != before
+    monkeypatch.setenv("CC", "/none/gcc")
+    with pytest.raises(RuntimeError, match="CC is '/none/gcc'.*or unset it"):
+        c_library.compiler()
+
+
+def test_what_is_no_program_is_no_compiler(tmp_path, monkeypatch):
+    broken = tmp_path / "cc"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.raises(RuntimeError, match=f"C compiler {broken} .*: set CC to gcc"):
+        c_library.compile_source(tmp_path / "a.c", tmp_path / "a.so")
+
+
 def no_home(monkeypatch):
     """Of a user without an entry in the passwd file."""
 
@@ -142,8 +168,24 @@ def test_where_nothing_can_be_loaded_the_variable_is_named(cache, built, monkeyp
 
     monkeypatch.setattr(c_library, "compile_source", copies(built))
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    with pytest.raises(RuntimeError, match="failed to map.*Set VLLM_H2O_CACHE"):
+    with pytest.raises(RuntimeError, match="VLLM_H2O_CACHE.*TMPDIR.*failed to map"):
         c_library.load(FAST)
+
+
+def test_without_a_temporary_folder_it_is_built_in_the_cache(
+    cache, built, monkeypatch, warned
+):
+    shutil.rmtree(cache)
+    monkeypatch.setenv("TMPDIR", "/none")
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", no_temporary_folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(c_library, "compile_source", copies(built))
+    assert is_loaded() and not warned
+    assert [file.suffix for file in cache.iterdir()] == [".so"]
+
+
+def no_temporary_folder():
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
 
 def test_a_tilde_is_the_home(monkeypatch, tmp_path):

@@ -54,7 +54,7 @@ def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -
         dtype="float32",
         enable_prefix_caching=True,
     ).create_engine_config()
-    # No attention on CPU takes these, but the scheduler does: small blocks find more.
+    # No attention on CPU takes blocks this small, but they find more in a scheduler.
     config.cache_config.block_size = BLOCK_SIZE
     settle(config, budget=budget)
     return config

@@ -137,7 +137,7 @@ def dom(page: Path, part: str) -> str:
         ("--kv-policy full", "--kv-policy is 'full'"),
         ("--max-tokens 1", "--max-tokens is 1: use 2"),
         ("--prompt-tokens 0", "--prompt-tokens is 0: use 1"),
-        ("--output nowhere/a.html", "--output is nowhere/a.html, in whose folder"),
+        ("--output nowhere/a.html", "--output is nowhere/a.html, which can not"),
         ("--output .", "--output is ., a folder"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size is 2: drop it"),
         ("", "TEXT is nowhere.txt"),

@@ -35,7 +35,14 @@ def prompts():
     return [first, *others, first[:50]]
 
 
-@pytest.fixture(scope="module", params=[{"kv_policy": "h2o"}, UNIFORM, BY_REQUEST])
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"kv_policy": "h2o"},
+        pytest.param(UNIFORM, marks=pytest.mark.slow),
+        BY_REQUEST,
+    ],
+)
 def options(request):
     """Heads with budgets by a profile, alike, and by each request's attention."""
     return OPTIONS | request.param

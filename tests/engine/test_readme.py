@@ -35,6 +35,7 @@ def test_quick_start(model, tmp_path):
     assert stats["transitions"] == 1 and stats["tokens_evicted"] > 0
 
 
+@pytest.mark.slow
 def test_offline_example(model):
     output = printed(EXAMPLES / "offline.py", model)
     got = re.findall(r" got ({.*})", output)

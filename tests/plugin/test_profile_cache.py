@@ -79,6 +79,7 @@ def test_a_profile_of_other_texts_is_not_found(folder, monkeypatch):
         {"version": 1},
         {"answers": None},
         {"answers": ["x", 0.0]},
+        {"answers": [10**400, 0.0]},
         {"profile": None},
         {"profile": {"grid_tokens": [64], "errors": [[[math.nan]] * 2] * 3}},
         {"profile": {"grid_tokens": [64], "errors": [[[0.1]] * 2] * 4}},

@@ -128,16 +128,21 @@ def test_curves_that_end_at_the_whole_context_stay_as_they_are():
         ({"errors": [[[float("inf"), 0.5]]]}, "errors must be finite"),
         ({"errors": [[[1e300, 0.5]]]}, "at most 1e+30"),
         ({"errors": [[[10**400, 0.5]]]}, "at most 1e+30"),
+        ({"grid_tokens": [64, 2**31 - 1]}, "more than 2147483648 tokens"),
+        ({"measured_on": 5}, "measured_on"),
+        ({"x" * 5000: 5}, "xxx"),
+        ({"gate": {"explained": 2, "features": 1, "weights": ""}}, "explained of the"),
+        ({"gate": {"explained": 1, "features": -1, "weights": ""}}, "features of the"),
         ({"errors": [[["much", 0.5]]]}, "errors must be finite"),
         ({"errors": [[[True, 0.5]]]}, "errors must be finite"),
         ({"grid_tokens": [64, float("nan")]}, "must be counts of tokens"),
-        ({"grid_tokens": [64, 10**400]}, "must be counts of tokens"),
+        ({"grid_tokens": [64, 10**400]}, "is no head profile"),
         ({"grid_tokens": [0.5, 64]}, "must be counts of tokens"),
         ({"context_tokens": float("inf")}, "must be counts of tokens"),
         ({"gate": {}}, "the gate has"),
         ({"gate": {"explained": 0.5, "features": 2, "weights": "AAAA"}}, "size"),
         ({"gate": gate_in_json([[[float("nan")]]], 0.5)}, "finite"),
-        ({"gate": gate_in_json([[[]]], 0.5)}, "finite"),
+        ({"gate": gate_in_json([[[]]], 0.5)}, "features of the gate are 0"),
     ],
 )
 def test_bad_profiles_are_named(tmp_path, change, part):
@@ -165,6 +170,23 @@ def test_a_path_without_a_profile_is_named(path):
     with pytest.raises(ValueError, match="head-budgets.* is no head profile") as error:
         HeadProfile.load(Path(path))
     assert len(str(error.value)) < 600
+
+
+def test_whole_numbers_are_errors_too():
+    large = HeadProfile([64, 128], [[[10**29, 10**28]]])
+    assert allocate(large, 32, 3, 8, 1) == [[3]]
+
+
+def test_a_device_is_written_to_as_it_is(tmp_path):
+    """Nothing takes its place, nor that of a link."""
+    link = tmp_path / "null"
+    link.symlink_to("/dev/null")
+    profile([falling(1.0)]).save(link)
+    assert link.is_symlink() and not Path("/dev/null").is_file()
+    linked, file = tmp_path / "linked.json", tmp_path / "file.json"
+    linked.symlink_to(file)
+    profile([falling(1.0)]).save(linked)
+    assert linked.is_symlink() and HeadProfile.load(file) == HeadProfile.load(linked)
 
 
 def test_a_profile_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -76,7 +76,8 @@ def nested(depth):
 @pytest.mark.parametrize("option", ["policy", "budget", "observation_window", "report"])
 def test_any_wish_is_named_in_a_short_message(option):
     limits = limits_of(H2OConfig(prompt_score="attention"))
-    for value in (nested(2000), 10**5000, "x" * 5000, float("nan"), [1], b"512", {}):
+    absurd = [nested(2000), 10**5000, 10**30, 2**64, float("inf"), float("nan")]
+    for value in (*absurd, "9" * 5000, "x" * 5000, [1], b"512", {}):
         for extra_args in ({"h2o": {option: value}}, {f"h2o_{option}": value}):
             with pytest.raises(ValueError, match=f"^h2o_{option} of this") as error:
                 RequestOptions.parse(extra_args, limits, MOST)
@@ -90,6 +91,10 @@ def test_any_name_of_a_wish_is_named_in_a_short_message():
             RequestOptions.parse({"h2o": {name: 1}}, limits, MOST)
         assert len(str(error.value)) < 500
         assert not asks_anything({name: 1})
+    name = "x" * 5000
+    with pytest.raises(ValueError, match="drop one of them") as error:
+        RequestOptions.parse({"h2o": {name: 1}, f"h2o_{name}": 1}, limits, MOST)
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,7 @@ def test_any_name_of_a_wish_is_named_in_a_short_message():
         ),
         ("h2o", {"h2o_report": 2}, ["h2o_report", "2", "true or false"]),
         ("h2o", {"h2o_report": [True]}, ["h2o_report", "[True]", "true or false"]),
-        ("h2o", {"h2o_budget": 10**400}, ["1000", "use 256 or less"]),
+        ("h2o", {"h2o_budget": 10**400}, ["1000", "such as 512"]),
         ("h2o", {"h2o_budget": 257}, ["257", "--h2o-budget", "use 256 or less"]),
         ("h2o", {"h2o_budget": "33%"}, ["264 of its 800 tokens", "use 256 or less"]),
         ("h2o", {"h2o_budget": 32}, ["32", "2 blocks of 32", "use 33 or more"]),

@@ -42,8 +42,8 @@ class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
         if not self.compresses:
             return
         fused = fused_prompt_form_of(self.spec.h2o.method) is not None
-        # In 16 bits it would round otherwise than stock's, and an answer would depend
-        # on how its prompt was cut into steps.
+        # In 16 bits our kernel would round otherwise than stock's, and an answer would
+        # depend on how its prompt was cut into steps.
         is_float32 = self.spec.dtype == torch.float32
         self.attends_observed = fused and is_float32 and not runs_reference()
         if self.isa == "amx":
@@ -59,7 +59,7 @@ def check_layer(dtype: torch.dtype, head_size: int, block_size: int) -> None:
     if not CPUAttentionBackend.supports_block_size(block_size):
         raise ValueError(
             f"--block-size is {block_size}: vLLM's attention on CPU takes multiples of "
-            "32; use --block-size 32, or drop --kv-policy (kv_policy, enable_h2o)"
+            "32; use --block-size 32"
         )
     if not runs_reference():
         cpu.check_supported(dtype, head_size, block_size)

@@ -13,10 +13,10 @@ def cache_root() -> Path:
     """Folder of everything derived: `$VLLM_H2O_CACHE`, else `~/.cache/vllm_h2o`.
 
     Raises:
-        OSError: There is no home folder that it could be in.
+        OSError: There is no home folder for the default.
     """
     named = os.environ.get(CACHE)
     try:
         return Path(named or "~/.cache/vllm_h2o").expanduser()
     except RuntimeError as error:
-        raise OSError(f"{error} Set {CACHE} to a folder that can be written") from error
+        raise OSError(str(error)) from error

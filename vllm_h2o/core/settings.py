@@ -58,7 +58,7 @@ def parse_settings(settings: Any) -> H2OConfig | None:
         if not isinstance(name, str):
             raise ValueError(
                 f"additional_config['{CONFIG_KEY}'] has the option {shown(name)}: use "
-                f"names of options, such as 'budget'"
+                "names of options, such as 'budget'"
             )
     options = dict(settings)
     policy = options.pop("policy", "h2o")

@@ -43,6 +43,7 @@ from vllm_h2o.policy.gate import (
     Rotation,
     num_features,
 )
+from vllm_h2o.policy.options import shortened
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def texts_to_read(model_config: Any, length: int) -> tuple[list[list[int]], str]
         try:
             texts = _tokenized(model_config, length)
         except Exception as error:
-            logger.warning_once("H2O can not tokenize its texts: %s", str(error))
+            logger.warning_once("H2O can not tokenize its texts: %s", shortened(error))
     if texts := of_first_rank(texts):
         return texts, f"tokens (vllm-h2o's, {digest()})"
     return seeded_texts(model_config, length), "random token ids"

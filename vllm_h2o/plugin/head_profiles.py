@@ -187,7 +187,8 @@ def _found(
             found = profile_cache.find(mine, len(model.layers), heads, gated)
         except OSError as error:
             logger.warning_once(
-                "H2O has no cache of head profiles: %s", shortened(error)
+                "H2O has no cache of head profiles (VLLM_H2O_CACHE): %s",
+                shortened(error),
             )
     found = of_first_rank(found)
     if found is None:

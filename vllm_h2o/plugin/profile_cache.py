@@ -19,8 +19,9 @@ from vllm.logger import init_logger
 
 from vllm_h2o.core.cache import cache_root
 from vllm_h2o.plugin import texts
+from vllm_h2o.policy.files import write_whole
 from vllm_h2o.policy.options import shortened
-from vllm_h2o.policy.profile import NO_PROFILE, HeadProfile, write_whole
+from vllm_h2o.policy.profile import NO_PROFILE, HeadProfile
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -88,7 +89,7 @@ def _read(path: Path) -> tuple[Sequence[float], HeadProfile | None]:
         content = json.loads(path.read_text())
         if content["version"] != VERSION:
             return (), None
-        profile = HeadProfile(**content["profile"])
+        profile = HeadProfile.of_json(content["profile"])
         if not path.name.startswith(_prefix(profile.num_layers, profile.num_kv_heads)):
             raise ValueError("it has the profile of another model")
         return [float(x) for x in content["answers"]], profile

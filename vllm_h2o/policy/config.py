@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm_h2o.policy.methods import METHODS, Method, splits, summaries
 from vllm_h2o.policy.options import (
+    MOST_TOKENS,
     bad,
     check_choice,
     check_int,
@@ -154,7 +155,7 @@ class H2OConfig:
         check_number("cake_gamma", self.cake_gamma, 0.0, 1e6)
         check_number("cake_t1", self.cake_t1, 0.01, 100.0)
         check_number("cake_t2", self.cake_t2, 0.01, 100.0)
-        check_int("sinks", self.sinks, 0)
+        check_int("sinks", self.sinks, 0, MOST_TOKENS)
         check_int("pooling", self.pooling, 1, MOST_POOLING)
         if self.pooling % 2 == 0:
             raise bad("pooling", self.pooling, "use an odd width, 1 for none")

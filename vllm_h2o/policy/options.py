@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import field
+from numbers import Integral
 from typing import Any
 
+MOST_TOKENS = 2**31
+"""Tokens that an option may speak of: longer no sequence is, and what processes send
+each other has room for no more."""
 MOST_SHOWN = 100
 """Characters of a value that a message shows."""
 ALL_QUERIES = "all"
@@ -17,16 +21,12 @@ def parse_budget(value: int | str) -> int | str:
     fix = "use a number of token slots such as 512, or a percentage such as '20%'"
     if isinstance(value, bool):
         raise bad("budget", value, fix)
-    if isinstance(value, int):
-        if value < 1:
-            raise bad("budget", value, fix)
-        return value
     try:
         text = _typed(value)
         if text.endswith("%"):
             return _percentage("budget", text, fix)
         tokens = int(text)
-        if tokens < 1:
+        if not 1 <= tokens <= MOST_TOKENS:
             raise ValueError
         return tokens
     except ValueError:
@@ -81,7 +81,7 @@ def parse_window(value: int | str) -> int | str:
         whole = float(value) == window
     except (ValueError, OverflowError):
         raise bad("observation_window", value, fix) from None
-    if window < 1 or not whole:
+    if not 1 <= window <= MOST_TOKENS or not whole:
         raise bad("observation_window", value, fix)
     return window
 
@@ -92,7 +92,7 @@ def _typed(value: Any) -> str:
     Raises:
         ValueError: It is something else, or a number too long to be written.
     """
-    if not isinstance(value, (int, str)) or isinstance(value, bool):
+    if not isinstance(value, (Integral, str)) or isinstance(value, bool):
         raise ValueError
     return str(value).strip()
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_h2o.policy.files import write_whole
 from vllm_h2o.policy.options import shortened, shown
 
 FILE_NAME = "h2o_heads.json"
@@ -29,14 +28,22 @@ SCARCE_SHARE, MOST_STRETCH = 0.15, 2.0
 `benchmarks/quality`, of the factors tried 1 lost the least at 10 and 15 % of the
 context, 1.5 at 20 % and 2 at 30 %; the rule goes between them."""
 
+_MOST_FEATURES = 2**16
 _MOST_TOKENS, _MOST_ERROR = 2**31, 1e30
-"""More no context has, and no error that is measured."""
+"""Most tokens of a context, and the largest error, that a file may have."""
 
 Curve = npt.NDArray[np.float64]
 """Error of a KV head by its blocks, falling."""
 
 
-NO_PROFILE = (OSError, ValueError, TypeError, LookupError, RecursionError)
+NO_PROFILE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
 """What files raise that have no profile, or none that is sound."""
 
 
@@ -64,8 +71,7 @@ class HeadProfile:
 
     def __post_init__(self) -> None:
         grid = self.grid_tokens
-        counts = [*grid, self.context_tokens]
-        if not all(type(n) is int and 0 <= n <= _MOST_TOKENS for n in counts):
+        if not all(type(n) is int and n >= 0 for n in (*grid, self.context_tokens)):
             raise ValueError("grid_tokens and context_tokens must be counts of tokens")
         if len(grid) < 2 or sorted(set(grid)) != list(grid) or grid[0] < 1:
             raise ValueError(
@@ -100,6 +106,13 @@ class HeadProfile:
         gate = self.gate or {}
         if {*gate} != {"explained", "features", "weights"}:
             raise ValueError(f"the gate has {sorted(gate)}: measure it again")
+        explained, count = gate["explained"], gate["features"]
+        if type(count) is not int or not 0 < count <= _MOST_FEATURES:
+            raise ValueError(
+                f"features of the gate are {shown(count)}: measure it again"
+            )
+        if not isinstance(explained, (int, float)) or not 0 <= explained <= 1:
+            raise ValueError("explained of the gate must be a share of the variance")
         raw = base64.b64decode(gate["weights"], validate=True)
         shape = self.num_layers, self.num_kv_heads, gate["features"]
         weights = np.frombuffer(raw, "<f4").reshape(shape)
@@ -116,6 +129,24 @@ class HeadProfile:
     def num_kv_heads(self) -> int:
         """KV heads of a layer, of all tensor-parallel ranks together."""
         return len(self.errors[0])
+
+    @classmethod
+    def of_json(cls, content: Any) -> HeadProfile:
+        """Make a profile of what a file says.
+
+        Args:
+            content: The fields by name, of JSON.
+
+        Raises:
+            ValueError, TypeError, LookupError, ArithmeticError: It is no profile, or
+                has numbers that none has.
+        """
+        profile = cls(**content)
+        if profile.context_tokens > _MOST_TOKENS:
+            raise ValueError(f"grid_tokens has more than {_MOST_TOKENS} tokens")
+        if not isinstance(profile.measured_on, str):
+            raise ValueError("measured_on must be a text")
+        return profile
 
     def stretched(self, context_tokens: int, budget_tokens: int) -> HeadProfile:
         """The curves for requests that are longer than the texts were.
@@ -151,38 +182,25 @@ class HeadProfile:
         """
         fix = "write one with python -m vllm_h2o.calibrate, or use 'uniform'"
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls.of_json(json.loads(path.read_text("utf-8")))
         except NO_PROFILE as error:
-            why = getattr(error, "strerror", None) or error
+            why = shortened(getattr(error, "strerror", None) or error)
             raise ValueError(
                 "h2o_head_budgets (--h2o-head-budgets): "
                 f"{shortened(path)} is no head profile ({why}): {fix}"
             ) from error
 
+    def as_json(self) -> str:
+        """A line of JSON, which `of_json` takes when it is read."""
+        return json.dumps(asdict(self)) + "\n"
+
     def save(self, path: Path) -> None:
-        """Write it as JSON: whole, or not at all.
+        """Write the profile as JSON: whole, or not at all.
 
         Raises:
-            OSError: It can not be written.
+            OSError: The file can not be written.
         """
-        write_whole(path, json.dumps(asdict(self)) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file at once, in place of one that is there.
-
-    Raises:
-        OSError: It can not be written; then what was there still is.
-    """
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+        write_whole(path, self.as_json())
 
 
 def _is_error(value: Any) -> bool:
@@ -248,7 +266,8 @@ def _curve(
 ) -> Curve:
     """Error at each count of blocks: log-log interpolation, falling."""
     tokens = np.array(counts) * block_size
-    logs = np.interp(np.log(tokens), np.log(grid), np.log(np.maximum(errors, 1e-12)))
+    known = np.log(np.maximum(np.asarray(errors, float), 1e-12))
+    logs = np.interp(np.log(tokens), np.log(np.asarray(grid, float)), known)
     return np.minimum.accumulate(np.exp(logs))
 
 

@@ -223,7 +223,7 @@ def _given(extra_args: Mapping[str, Any]) -> dict[str, Any]:
             continue
         option = name.removeprefix(KEY + "_")
         if option in given:
-            other = f"{KEY}: {{{option!r}: {shown(given[option])}}}"
+            other = f"{KEY}: {{{shown(option)}: {shown(given[option])}}}"
             raise _bad(option, value, f"{other} was given too, drop one of them")
         given[option] = value
     return given

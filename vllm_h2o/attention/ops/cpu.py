@@ -444,7 +444,8 @@ def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None
     if head_size % 16 or block_size % 16:
         raise ValueError(
             f"H2O on CPU needs a head size ({head_size}) and a --block-size "
-            f"({block_size}) that are multiples of 16"
+            f"({block_size}) that are multiples of 16: use --block-size 32, or another "
+            "model"
         )
 
 
@@ -458,11 +459,11 @@ def build(dtype: torch.dtype) -> None:
 
     Raises:
         RuntimeError: See `c_library.load`.
-        ValueError: It has no `dtype`.
+        ValueError: The library has no kernel for `dtype`.
     """
     if not hasattr(_library(), f"h2o_decode_{_DTYPES[dtype]}"):
         raise ValueError(
             f"H2O's kernels were built without {_DTYPES[dtype]} (--dtype), which "
-            f"{c_library.compiler()} does not have: set CC to gcc 12 or newer, or use "
-            "--dtype bfloat16"
+            f"{c_library.compiler_name()} does not have: set CC to gcc 12 or newer, "
+            "or use --dtype bfloat16"
         )
