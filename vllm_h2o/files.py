@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -19,13 +20,13 @@ def check_output(parser: argparse.ArgumentParser, path: Path) -> None:
             parser.error(f"--output is {shortened(path)}, {fix}")
         if path.exists() and not path.is_file():  # a device
             if not os.access(path, os.W_OK):
-                raise PermissionError(13, os.strerror(13))
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
         folder = path.resolve().parent
         with tempfile.TemporaryFile(dir=folder):
             pass
         if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
-            raise OSError(36, os.strerror(36))
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     except OSError as error:
         _refuse(parser, path, error)
 
