@@ -14,6 +14,7 @@ from benchmarks.gpu.sizes import FULL
 from benchmarks.gpu.state import random_pages
 from tests.attention.triton_checks import (
     check_choice,
+    check_gate,
     check_scores,
     check_step,
     check_transition,
@@ -136,6 +137,11 @@ def _check_choice(num_tokens: int, distinct: int, unit: str) -> None:
 def _prompts():
     layout = SlotLayout(16, 32, 48, sinks=4, whole_blocks=False)
     yield "window", lambda: check_scores(make_prompt(149), make_queries(64, 8), 149)
+    for dtype, size in itertools.product(_DTYPES, _HEAD_SIZES):
+        yield (
+            f"gate: {dtype} head {size}",
+            lambda d=dtype, s=size: check_gate(make_prompt(149, d, 2, s)),
+        )
     yield "transition", lambda: check_transition(141, H2OConfig(), layout)
     yield (
         "all queries",

@@ -14,11 +14,13 @@ from benchmarks.gpu.measure import microseconds
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
 from benchmarks.heads import placements_of
-from vllm_h2o.attention.ops import DecodeParams
-from vllm_h2o.attention.ops.triton import choose, compress, observe
+from vllm_h2o.attention.gate import LayerGate
+from vllm_h2o.attention.ops import DecodeParams, ScoredLayer
+from vllm_h2o.attention.ops.triton import choose, compress, observe, score_by_gate
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import ALIKE, OWN, LayerPlacements
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.gate import Rotation, num_features
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
 
@@ -65,6 +67,7 @@ def _parts(timed: Timed, sizes: Sizes, device: torch.device) -> dict[str, float]
     return {
         ATTENTION: attention,
         f"scores of the last {sizes.window} queries": window,
+        "scores by the gate": gate(timed, sizes, device),
         "selection": chosen,
         "selection and copy": moved,
         SCORING_AND_TRANSITION: window + moved,
@@ -102,6 +105,22 @@ def scoring(timed: Timed, sizes: Sizes, device: torch.device) -> tuple[float, fl
     window = timed(lambda: observe(query[first:], pages, blocks, first, state, params))
     every = timed(lambda: observe(query, pages, blocks, 0, state, params, lse))
     return window, every
+
+
+def gate(timed: Timed, sizes: Sizes, device: torch.device) -> float:
+    """Microseconds of scoring the prompt by a gate."""
+    num_blocks, head_size = sizes.context // sizes.block_size, sizes.head_size
+    pages = random_pages(num_blocks + 1, sizes, device)
+    blocks = torch.randperm(num_blocks, device=device).int() + 1
+    weights = torch.randn(
+        sizes.num_kv_heads, num_features(head_size, head_size), device=device
+    )
+    rotation = Rotation(torch.randn(sizes.context, head_size, device=device))
+    own = LayerGate(weights, rotation, sizes.num_heads // sizes.num_kv_heads)
+    state = {"score": torch.zeros(sizes.num_kv_heads, sizes.context, device=device)}
+    params = dataclasses.replace(params_of(sizes), gate=own)
+    layers, first = [ScoredLayer(pages, state, params)], sizes.context - sizes.window
+    return timed(lambda: score_by_gate(layers, blocks, first))
 
 
 def transition(

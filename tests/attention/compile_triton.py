@@ -23,17 +23,20 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.attention.triton_state import empty_pages
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.gate import LayerGate
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     choose,
     compress,
     decode_resident,
     observe,
+    score_by_gate,
 )
 from vllm_h2o.attention.ops.triton.launch import Tuning
 from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.gate import Rotation, num_features
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
 from vllm_h2o.policy.placement import Placement, lend
@@ -90,6 +93,15 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     observe(query, pages, blocks, 7, state, params)
     chosen = choose(state, ALIKE, 0, H2OConfig(), params)
     compress(pages, blocks, table[0], ALIKE, chosen, state, params)
+    gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
+    score_by_gate([ScoredLayer(pages, state, gated)], blocks.int(), 0)
+
+
+def gate_of(num_kv_heads, head_size, rotary_dim, dtype):
+    """Of keys that are rotated in part, if need be."""
+    weights = torch.zeros(num_kv_heads, num_features(head_size, head_size))
+    angles = torch.zeros(8192, rotary_dim, dtype=dtype)
+    return LayerGate(weights, Rotation(angles), group=1)
 
 
 def placements_of(pages, heavy):
@@ -132,6 +144,7 @@ def launch_prompts():
     pages = empty_pages(4, 3, 128, 16, torch.bfloat16)
     own = placements_of(pages, [256, 768, 512])
     params = DecodeParams(layout, 0.1, 0.0, Mean(), own)
+    gated = dataclasses.replace(params, gate=gate_of(3, 128, 128, torch.bfloat16))
     sizes = ((1025, 1, 0), (4096, 32, 1), (48, 16, 3), (1023, 32, 2))
     for num_tokens, num_queries, first in sizes:
         table = torch.zeros(2, 512, dtype=torch.int32)[1, first:]
@@ -141,6 +154,7 @@ def launch_prompts():
         placement = OWN if num_tokens > layout.budget else ALIKE
         chosen = choose(state, placement, start, H2OConfig(), params)
         compress(pages, table, table, placement, chosen, state, params)
+        score_by_gate([ScoredLayer(pages, state, gated)], table, start)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def test_every_code_path_runs(tmp_path):
     kinds = [row["check"].split(":")[0] for row in result["correctness"]]
     assert sorted(kinds) == [
         "all queries",
+        "gate",
         "selection block",
         "selection by head",
         "selection token",

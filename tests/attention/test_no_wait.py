@@ -179,8 +179,8 @@ def test_transition(engine, layers, launched, gate):
                 query, layer.impl._pages, prompt, layer.layer_name, config, own,
                 torch.empty_like(query),
             )  # fmt: skip
-    expected = [*TRANSITION] if gate else ["lse_kernel", "observe_kernel", *TRANSITION]
-    assert launched == expected * len(layers)
+    scoring = ["gate_kernel"] if gate else ["lse_kernel", "observe_kernel"]
+    assert launched == [*scoring, *TRANSITION] * len(layers)
     assert not prompt.later and not prompt.layers, "on a device all is done at once"
 
 

@@ -1,4 +1,4 @@
-"""The gate's scores of a prompt's tokens: the C kernel against the torch reference."""
+"""The gate's scores of a prompt's tokens: the kernels in C and Triton against torch."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tests.attention.test_decode import (
     threads,
 )
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.ops import ScoredLayer, cpu, reference
+from vllm_h2o.attention.ops import ScoredLayer, cpu, reference, triton
 from vllm_h2o.policy.gate import Rotation, num_features
 
 HEADS, GROUP = 2, 3
@@ -60,6 +60,8 @@ def check(dtype, head_size, block_size, num_tokens, rotations):
         with threads(number):
             actual = scores_of(cpu.score_by_gate, *shape)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=error)
+    actual = scores_of(triton.score_by_gate, *shape)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -322,4 +322,4 @@ def test_a_rich_head_has_more_splits_and_no_longer_ones(monkeypatch):
         for largest in (2048, 4096, 9216, 2**20)
     ]
     # What merges them has all in its registers: there are 64 at most.
-    assert splits == [3, 6, 14, 64]
+    assert splits == [2, 4, 9, 64]

@@ -4,14 +4,23 @@ Apart from the tests, so that the GPU benchmark can check a device with them.
 """
 
 import contextlib
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
-from vllm_h2o.attention.ops import DecodeParams, reference
-from vllm_h2o.attention.ops.triton import choose, compress, decode_resident, observe
+from vllm_h2o.attention.gate import LayerGate
+from vllm_h2o.attention.ops import DecodeParams, ScoredLayer, reference
+from vllm_h2o.attention.ops.triton import (
+    choose,
+    compress,
+    decode_resident,
+    observe,
+    score_by_gate,
+)
 from vllm_h2o.attention.placements import ALIKE
+from vllm_h2o.policy.gate import Rotation, num_features
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 from vllm_h2o.policy.methods import Sum, fused_prompt_form_of
 from vllm_h2o.policy.presets import PRESETS
@@ -74,6 +83,27 @@ def make_queries(num_queries, num_heads, head_size=64, dtype=torch.float32):
 
 def scoring_params(decay=1.0, softcap=0.0):
     return DecodeParams(SlotLayout(16, 32, 16, 4, False), SCALE, softcap, Sum(decay))
+
+
+def check_gate(prompt, num_tokens=149, rotary_dim=16):
+    """Both expect the same attention of tokens whose keys are rotated in part."""
+    pages, dense, _ = prompt
+    heads, head_size = pages.keys.shape[1:3]
+    generator = torch.Generator().manual_seed(num_tokens)
+    shape = heads, num_features(head_size, head_size)
+    weights = torch.randn(shape, generator=generator) / head_size**0.5
+    angles = torch.randn(num_tokens, rotary_dim, generator=generator)
+    gate = LayerGate(weights.to(DEVICE), Rotation(angles.to(DEVICE)), group=3)
+    params = replace(scoring_params(), gate=gate)
+    found = []
+    for op in (reference.score_by_gate, score_by_gate):
+        state = {"score": torch.full((heads, num_tokens), float("nan"), device=DEVICE)}
+        op([ScoredLayer(pages, state, params)], dense.int(), num_tokens // 2)
+        found.append(state["score"])
+    expected, actual = found
+    assert 0.2 < (expected > 0).float().mean() < 0.8
+    error = 2e-6 * float(expected.max())
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=error)
 
 
 def check_scores(prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None):

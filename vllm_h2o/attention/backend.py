@@ -23,6 +23,7 @@ from vllm_h2o.attention.ops import (
     ScoredLayer,
     decode_resident,
     observe,
+    score_by_gate,
     transition,
 )
 from vllm_h2o.attention.pages import Pages
@@ -171,8 +172,11 @@ class H2OImpl(_Stock):
         query = zeros(1, self.num_heads, self.head_size, dtype=dtype)
         state = {name: zeros(num_kv_heads, position + 1) for name in pages.state}
         prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
-        observe(query, pages, prompt, position, state, params)
         layer = ScoredLayer(pages, state, params)
+        if params.gate is None:
+            observe(query, pages, prompt, position, state, params)
+        else:
+            score_by_gate([layer], prompt, position)
         part = params.placements
         placement = OWN if part and part.table.has(OWN) else ALIKE
         transition([layer], prompt, resident, placement, position, self.h2o)

@@ -1,8 +1,7 @@
 """The attention backends on CUDA: FlashAttention or Triton for prompts.
 
-Neither has run on a GPU yet. What is tested, and how, is in
-tests/gpu_path: these classes over real vLLM classes on CPU tensors, with the
-Triton kernels interpreted.
+Tests run these classes over real vLLM classes on CPU tensors, with the Triton kernels
+interpreted (tests/gpu_path); what was seen on a GPU is in docs/compatibility.md.
 
 CUDA graphs: batches of resident rows alone run under full graphs, all others
 piecewise, where attention is outside the graphs. The worker sees to it that a

@@ -1,4 +1,4 @@
-"""The worker on CUDA. It has not run on a GPU yet: see cuda_backend.py."""
+"""The worker on CUDA."""
 
 from __future__ import annotations
 
@@ -40,11 +40,6 @@ class H2OGPUWorker(H2OWorker, Worker):
         stock = stock_backend(vllm_config)
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
         logger.info_once("H2O reads prompts with %s", stock.name)
-        logger.warning_once(
-            "H2O's authors have run its kernels on a GPU, but no whole engine with "
-            "them: its wiring is tested on CPU only. Compare its answers with "
-            "--kv-policy full before you rely on them"
-        )
         return f"vllm_h2o.attention.cuda_backend.{BACKENDS[stock]}"
 
     def determine_available_memory(self) -> int:

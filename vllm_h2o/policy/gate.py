@@ -36,7 +36,8 @@ LATER = 0.25
 """and the share after them whose queries count as later."""
 LEAST_EXPLAINED = 0.2
 """R^2 on a text that it did not learn from, below which a gate is of no use."""
-_LEAST = 1e-6
+LEAST_NORM = 1e-6
+"""Of a key or value, that it is divided by."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def features(
     Returns:
         `[num_kv_heads, n, num_features(head_size, head_size_v)]`.
     """
-    norms = [x.norm(dim=-1, keepdim=True).clamp(min=_LEAST) for x in (key, value)]
+    norms = [x.norm(dim=-1, keepdim=True).clamp(min=LEAST_NORM) for x in (key, value)]
     units = [
         x / y * math.sqrt(x.shape[-1]) for x, y in zip((key, value), norms, strict=True)
     ]

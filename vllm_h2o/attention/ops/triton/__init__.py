@@ -4,7 +4,7 @@ Needs torch and triton, not vLLM. Nothing outside this package imports triton.
 Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from vllm_h2o.attention.ops.reference import score_by_gate
+from vllm_h2o.attention.ops.triton.gate import score_by_gate
 from vllm_h2o.attention.ops.triton.launch import (
     FORMS,
     OPTIONS,

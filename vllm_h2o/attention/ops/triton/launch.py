@@ -46,13 +46,13 @@ class Tuning:
         tile_slots: Slots per loop step; None: by the bytes of a slot.
         num_warps: Of a program.
         num_stages: Loop steps in flight. The block ids are read ahead of the K
-            and V that they address, so 5 double-buffer K and V.
+            and V that they address.
     """
 
     num_splits: int | None = None
     tile_slots: int | None = None
     num_warps: int = 4
-    num_stages: int = 5
+    num_stages: int = 2
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,8 @@ def _num_splits(
     """
     if tuning.num_splits is not None:
         return tuning.num_splits
-    wanted = triton.cdiv(_PROGRAMS_PER_SM * num_sms(device), items)
+    # One more would leave a second wave that hardly fills the device.
+    wanted = _PROGRAMS_PER_SM * num_sms(device) // items
     of_average = max(1, min(wanted, budget // 128))
     return min(triton.cdiv(of_average * largest_budget, budget), _MAX_SPLITS)
 
