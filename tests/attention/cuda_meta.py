@@ -33,6 +33,7 @@ def make_builder(**policy):
         block_size=16, num_kv_heads=3, head_size=64, dtype=torch.float32
     )
     spec = H2OAttentionSpec.of(plain, h2o_config(config), 256)
+    config.cache_config.num_gpu_blocks = 100
     builder = H2OTritonAttentionBuilder(spec, [], config, DEVICE)
     builder.bind(StepRows())
     return builder, config

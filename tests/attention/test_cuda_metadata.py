@@ -1,11 +1,20 @@
 """The metadata builder of CUDA: what it writes in place, and that it never waits."""
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from tests.attention.cuda_meta import DECODES, DEVICE, PROMPT, build, make_builder
+from tests.attention.cuda_meta import (
+    DECODES,
+    DEVICE,
+    PROMPT,
+    build,
+    make_builder,
+    plan_of,
+)
 from vllm_h2o.attention.metadata import H2OMetadata
+from vllm_h2o.core.plan import RowPlan
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +32,23 @@ def test_decodes_are_written_into_what_a_graph_holds(builder):
         assert resident.first_queries._base is builder._first_queries
         assert len(resident.positions) == len(resident.block_table) == 3
         assert resident.scratch is builder._scratch
+        assert resident.logit_starts._base is builder._logit_starts
         assert resident.block_table._base is builder._block_table
         assert resident.block_table.shape == (3, 64 // 16)
+
+
+def test_logits_lie_without_gaps(builder):
+    """Of the slots that rows have; none of a row that has not come to a query that
+    scores, whose blocks may be others' too."""
+    whole = {"whole": RowPlan(50, 1, 51, 60, 64)}
+    rows = plan_of({**DECODES, **whole, "last": RowPlan(63, 1, 33, 0, 64)})
+    held = [3 * 41, min(3 * 201, builder._most_slots), 0, 3 * 64]
+    assert builder._pack(rows).tolist() == [0, *np.cumsum(held)[:-1]]
+    # All blocks that there are, and one row more.
+    blocks = 100 // (64 // 16)
+    full = {str(i): RowPlan(9999, 1, 64, 0, 64) for i in range(blocks + 1)}
+    with pytest.raises(AssertionError, match="more than the pool"):
+        builder._pack(plan_of(full))
 
 
 def test_mixed_batches_are_split(builder):

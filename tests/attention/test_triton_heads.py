@@ -100,7 +100,7 @@ def test_tables_reach_past_every_budget():
     """As wide in a layer whose heads all have less than the common budget."""
     layers, _ = make_layers(torch.float16, 64, 16, 1)
     sizes, columns, offsets, words = params_of(layers, 2, 16).head_tables
-    assert sizes.tolist() == [[48, 16], [48, 16], [32, 16], [32, 16]]
+    assert sizes.tolist() == [[48, 16, 0], [48, 16, 48], [32, 16, 0], [32, 16, 32]]
     assert columns.shape == offsets.shape == words.shape == (4, 5)
     assert columns[0].tolist() == [0, 1, 2, 3, 4] and not offsets[:2].any()
     params = params_of(layers, 0, 16)

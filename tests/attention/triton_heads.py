@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tests.attention.triton_checks import TOLERANCE
-from tests.attention.triton_state import DEVICE, clone, content, empty_pages
+from tests.attention.triton_state import DEVICE, clone, content, empty_pages, packed
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, reference
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
 from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
@@ -76,12 +76,19 @@ def check_heads(
             *(tensor.to(device) for tensor in rows), placements=placements.to(device)
         )
         if op is decode_resident:
+            most = int(params.placements.sizes[OWN, :, 0].sum())
+            starts, end = packed(*rows[1:], 2, max(most, 2 * budget))
             scratch = DecodeScratch.allocate(
                 len(positions), 2 * group, 2, head_size, params.layout.budget,
-                params.largest_budget, DEVICE, Tuning(3, 16),
+                params.largest_budget, DEVICE, Tuning(3, 16), end + 1,
             )  # fmt: skip
-            on_device = replace(on_device, scratch=scratch)
+            scratch.logits.fill_(float("nan"))
+            on_device = replace(
+                on_device, scratch=scratch, logit_starts=starts.to(DEVICE)
+            )
         op(query, key, value, own[layer], on_device, params, output)
+        if op is decode_resident:
+            assert scratch.logits[-1].isnan(), "logits of other rows were written"
         results.append((output.cpu(), [clone(pages, "cpu") for pages in own]))
     (expected, expected_layers), (actual, actual_layers) = results
     torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])

@@ -51,6 +51,13 @@ def empty_pages(num_blocks, num_kv_heads, head_size, block_size, dtype, device="
     return Pages.view_rows(raw.as_strided(shape, strides))
 
 
+def packed(positions, first_queries, heads, most):
+    """Where the logits of rows begin, in slots of KV heads, and where the last end."""
+    slots = (heads * (positions + 1)).clamp(max=most)
+    slots = torch.where(positions >= first_queries, slots, 0)
+    return slots.cumsum(dim=0) - slots, int(slots.sum())
+
+
 def clone(pages, device=None):
     """The same pages in memory of their own, on another device if given."""
     device = device or pages.keys.device
@@ -107,11 +114,21 @@ class Step:
         step = self.to(device)
         output = torch.full_like(step.query, float("nan"))
         rows = replace(step.rows, scratch=scratch)
+        if scratch is not None:
+            rows = replace(rows, logit_starts=self.logit_starts()[0].to(device))
         op(
             step.query, step.key, step.value, step.pages, rows, step.params,
             output, **options,
         )  # fmt: skip
+        if scratch is not None:
+            assert scratch.logits[-1].isnan(), "logits of other rows were written"
         return output.cpu(), clone(step.pages, "cpu")
+
+    def logit_starts(self):
+        """Where logits begin that lie without a gap, and where the last end."""
+        heads = self.key.shape[1]
+        most = heads * self.params.layout.budget
+        return packed(self.rows.positions, self.rows.first_queries, heads, most)
 
     def scratch(self, num_splits, tile_slots):
         """Scratch that holds NaN and slots nobody has."""
@@ -119,7 +136,7 @@ class Step:
         scratch = DecodeScratch.allocate(
             num_rows, num_heads, self.key.shape[1], head_size,
             self.params.layout.budget, self.params.largest_budget,
-            DEVICE, Tuning(num_splits, tile_slots),
+            DEVICE, Tuning(num_splits, tile_slots), self.logit_starts()[1] + 1,
         )  # fmt: skip
         for tensor in (scratch.logits, scratch.outputs, scratch.maxima, scratch.sums):
             tensor.fill_(float("nan"))

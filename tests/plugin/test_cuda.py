@@ -20,7 +20,7 @@ from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend, heads
 from vllm_h2o.attention.metadata import StepRows
-from vllm_h2o.attention.ops.triton import DecodeScratch
+from vllm_h2o.attention.ops.triton import DecodeScratch, launch
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin import gpu_worker, runner
@@ -142,7 +142,8 @@ def test_kernels_are_warm_before_vllm_watches_for_late_ones(monkeypatch):
 
 def test_memory_that_the_user_names_is_not_cut(config, on_cuda, monkeypatch):
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 1 << 30)
-    monkeypatch.setattr(gpu_worker, "scratch_bytes", lambda config: 1 << 20)
+    monkeypatch.setattr(gpu_worker, "scratch_bytes", lambda config, blocks: 1 << 20)
+    monkeypatch.setattr(H2OWorker, "get_kv_cache_spec", lambda self: {})
     monkeypatch.setattr(H2OWorker, "_find_profile", lambda self: None)
     worker = H2OGPUWorker.__new__(H2OGPUWorker)
     worker.vllm_config, worker.cache_config = config, config.cache_config
@@ -186,9 +187,54 @@ def test_scratch_is_reserved(config, on_cuda, monkeypatch):
     monkeypatch.setattr(Cuda, "device_type", "cpu")
     monkeypatch.setattr(heads, "profile_path", lambda *args: None)
     config.scheduler_config.max_num_seqs = 7
-    scratch = DecodeScratch.allocate(7, 9, 3, 64, 256, 256, torch.device("cpu"))
-    parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
-    assert gpu_worker.scratch_bytes(config) == sum(part.nbytes for part in parts)
+    # The pool, or the rows, have no more slots than these, over three KV heads.
+    for blocks, slots in ((3, 3 * 3 * config.cache_config.block_size), (999, 7 * 768)):
+        scratch = DecodeScratch.allocate(
+            7, 9, 3, 64, 256, 256, torch.device("cpu"), logit_slots=slots
+        )
+        parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
+        total = sum(part.nbytes for part in parts)
+        assert gpu_worker.scratch_bytes(config, blocks) == total
+
+
+SHAPES = {  # layers, query heads, KV heads, head size
+    "Llama 3.1 8B": (32, 32, 8, 128),
+    "Llama 3.1 70B": (80, 64, 8, 128),
+    "Qwen3 8B": (36, 32, 8, 128),
+    "Gemma 3 12B": (8, 16, 8, 256),  # the others have sliding windows
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_scratch_is_small_at_the_settings_that_vllm_defaults_to(name, monkeypatch):
+    """1024 rows of 131072 tokens and budgets of 20 %, in 60 GiB of KV cache on 132 SMs.
+
+    The richest head has all tokens, and a layer three times the average.
+    """
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    layers, heads, kv_heads, head_size = SHAPES[name]
+    budget = 26224
+    pool = 60 * 2**30 // (layers * kv_heads * (4 * head_size + 8))
+    slots = launch.slots_with_logits(1024, 3 * kv_heads * budget, pool, budget)
+    taken = DecodeScratch.bytes_of(
+        1024, heads, kv_heads, head_size, budget, 131072, slots, "cpu"
+    )
+    assert slots * heads // kv_heads < 0.03 * 1024 * heads * 131072
+    assert taken < 350 * 10**6
+
+
+def test_blocks_that_fit_are_never_more():
+    """Of a hybrid too, whose groups have as many layers as there are of each kind."""
+    plain = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float16
+    )
+    spec = H2OAttentionSpec.of(plain, H2OConfig(budget=64), 256)
+    page = spec.page_size_bytes
+    alike = {f"layer {i}": spec for i in range(6)}
+    assert gpu_worker.most_blocks(alike, 60 * page) == 10
+    hybrid = alike | {"first": plain, "second": plain}
+    assert gpu_worker.most_blocks(hybrid, 60 * page) == 30
+    assert gpu_worker.most_blocks({"first": plain}, 60 * page) == 0
 
 
 def test_scratch_grows_with_the_richest_head(config, monkeypatch):
@@ -199,6 +245,9 @@ def test_scratch_grows_with_the_richest_head(config, monkeypatch):
     monkeypatch.setattr(heads, "profile_path", lambda *args: profile)
     budget, largest = heads.budgets(config)
     assert budget == 256 < largest <= 1024
+    # Of one head of a rank, and of all of a layer's.
+    assert heads.most_slots(config, 1) == largest
+    assert largest < heads.most_slots(config, 3) <= 3 * largest
     # vLLM may plan for shorter requests than the KV cache's specs do.
     assert heads.budgets(config, 2048)[1] > largest
 

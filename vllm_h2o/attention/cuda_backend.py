@@ -10,9 +10,12 @@ prompt's step of one token is not taken for a decode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
@@ -27,10 +30,16 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
-from vllm_h2o.attention.heads import budgets
-from vllm_h2o.attention.metadata import H2OMetadataBuilder
-from vllm_h2o.attention.ops.triton import DecodeScratch, check_supported
+from vllm_h2o.attention.heads import budgets, most_slots
+from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
+from vllm_h2o.attention.ops.triton import (
+    DecodeScratch,
+    check_supported,
+    slots_with_logits,
+)
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.placements import OWN, BudgetPlacements
+from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 
 if TYPE_CHECKING:
@@ -66,17 +75,42 @@ class _CUDABuilder(H2OMetadataBuilder):
         # Before vLLM measures what graphs take: the worker counts it itself, once,
         # since layers of all KV cache groups run one after the other. By identity:
         # a second engine of this process may run beside this one.
+        spec, max_rows = self.spec, len(self._positions)
+        budget, richest = budgets(vllm_config, spec.max_model_len)
+        self._most_slots = most_slots(
+            vllm_config, spec.num_kv_heads, spec.max_model_len
+        )
+        # None while vLLM measures graphs, in which all rows are padding.
+        pool = (vllm_config.cache_config.num_gpu_blocks or 0) * spec.block_size
+        self._logit_slots = slots_with_logits(max_rows, self._most_slots, pool, budget)
         scratch = _SCRATCH.get(id(vllm_config))
-        if scratch is None:
+        group = self.num_heads_q // spec.num_kv_heads
+        if scratch is None or scratch.logits.numel() < self._logit_slots * group:
             scratch = _SCRATCH[id(vllm_config)] = DecodeScratch.allocate(
-                len(self._positions),
-                self.num_heads_q,
-                self.spec.num_kv_heads,
-                self.spec.head_size,
-                *budgets(vllm_config, self.spec.max_model_len),
-                self.device,
-            )
+                max_rows, self.num_heads_q, spec.num_kv_heads, spec.head_size, budget,
+                richest, self.device, logit_slots=self._logit_slots,
+            )  # fmt: skip
         return scratch
+
+    def bind(
+        self,
+        step: StepRows,
+        parting: Sequence[Any] = (),
+        budgets: BudgetPlacements | None = None,
+    ) -> None:
+        """See the base class."""
+        for layer in parting:
+            slots = layer.impl.placements.sizes[OWN, :, 0]
+            assert int(slots.sum()) <= self._most_slots, "the scratch is too small"
+        super().bind(step, parting, budgets)
+
+    def _pack(self, plan: ResidencyPlan) -> npt.NDArray[np.int64]:
+        positions = plan.num_computed_tokens
+        slots = np.minimum(self.spec.num_kv_heads * (positions + 1), self._most_slots)
+        slots = np.where(positions >= plan.first_queries, slots, 0)
+        ends = slots.cumsum()
+        assert ends[-1] <= self._logit_slots, "rows that score have more than the pool"
+        return ends - slots
 
 
 class _CUDABackend(H2OBackend):

@@ -59,6 +59,35 @@ def budgets(
         max_model_len: That the KV cache's specs have, which stays where vLLM shortens
             its own to fit the memory (`--max-model-len auto`); None: vLLM's.
     """
+    layout, blocks = _split(vllm_config, max_model_len)
+    richest = max(map(max, blocks), default=0)
+    return layout.budget, max(layout.budget, layout.block_size * richest)
+
+
+def most_slots(
+    vllm_config: VllmConfig, num_kv_heads: int, max_model_len: int | None = None
+) -> int:
+    """Slots that a request's heads of one layer have together at most, on a rank.
+
+    Args:
+        vllm_config: The engine's.
+        num_kv_heads: Of the rank; which of the model's they are does not matter.
+        max_model_len: See `budgets`.
+    """
+    layout, blocks = _split(vllm_config, max_model_len)
+    richest = [sum(sorted(layer)[-num_kv_heads:]) for layer in blocks]
+    return max(
+        num_kv_heads * layout.budget, layout.block_size * max(richest, default=0)
+    )
+
+
+def _split(
+    vllm_config: VllmConfig, max_model_len: int | None
+) -> tuple[SlotLayout, list[list[int]]]:
+    """The slots of a head on average, and the blocks of each KV head of each layer.
+
+    No blocks: all heads have the same budget.
+    """
     config = h2o_config(vllm_config)
     assert config is not None
     block_size = vllm_config.cache_config.block_size
@@ -66,10 +95,9 @@ def budgets(
     layout = SlotLayout.from_config(config, block_size, max_model_len)
     profile = profile_of(vllm_config)
     if profile is None:
-        return layout.budget, layout.budget
+        return layout, []
     longest = cdiv(max_model_len, block_size)
-    blocks = _blocks(profile, config, layout, longest, longest)
-    return layout.budget, max(layout.budget, block_size * max(map(max, blocks)))
+    return layout, _blocks(profile, config, layout, longest, longest)
 
 
 def placement_of(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -200,6 +201,7 @@ class H2OMetadataBuilder(_Stock):
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._first_queries = torch.zeros_like(self._positions)
         self._placements = torch.zeros_like(self._positions, dtype=torch.int32)
+        self._logit_starts = torch.zeros_like(self._positions)
         self._block_table = torch.zeros(
             max_rows, self.layout.budget_blocks, dtype=torch.int32, device=device
         )
@@ -209,6 +211,10 @@ class H2OMetadataBuilder(_Stock):
     def _decode_scratch(self, vllm_config: VllmConfig) -> Any:
         """What the platform's decode kernels need beside their rows."""
         return None
+
+    def _pack(self, plan: ResidencyPlan) -> npt.NDArray[np.int64]:
+        """`ResidentRows.logit_starts` of the rows, where there is a scratch."""
+        raise NotImplementedError
 
     def bind(
         self,
@@ -312,6 +318,9 @@ class H2OMetadataBuilder(_Stock):
         torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
         first_queries = plan.first_queries
         async_tensor_h2d(first_queries, out=self._first_queries[: len(first_queries)])
+        if rows.logit_starts is not None:
+            starts = self._pack(plan)
+            async_tensor_h2d(starts, out=rows.logit_starts[: len(starts)])
         if rows.placements is not None:
             placements = self._placements_of(plan).astype(np.int32)
             async_tensor_h2d(placements, out=rows.placements[: len(placements)])
@@ -349,6 +358,7 @@ class H2OMetadataBuilder(_Stock):
                 self._placements[:num_rows]
                 if self.parting or self._budget_placements
                 else None,
+                self._logit_starts[:num_rows] if self._scratch is not None else None,
             )
         return self._views[num_rows]
 

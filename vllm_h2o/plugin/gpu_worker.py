@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +15,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_h2o.attention.heads import budgets
+from vllm_h2o.attention.heads import budgets, most_slots
+from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin.worker import H2OWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -51,7 +54,9 @@ class H2OGPUWorker(H2OWorker, Worker):
         available = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes:
             return available
-        scratch = scratch_bytes(self.vllm_config)
+        specs = self.get_kv_cache_spec()
+        blocks = most_blocks(specs, available)
+        scratch = scratch_bytes(self.vllm_config, blocks)
         logger.info_once(
             "H2O's decode steps take %s GiB beside the KV cache, for up to %d rows "
             "(--max-num-seqs)",
@@ -94,16 +99,37 @@ def stock_backend(vllm_config: VllmConfig) -> AttentionBackendEnum:
     return AttentionBackendEnum.TRITON_ATTN
 
 
-def scratch_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes that a decode step of `max_num_seqs` rows hands from kernel to kernel."""
-    from vllm_h2o.attention.ops.triton import DecodeScratch
+def most_blocks(specs: dict[str, KVCacheSpec], num_bytes: int) -> int:
+    """Blocks that fit in so many bytes, or more.
+
+    A block is a page of each layer of a KV cache group, and groups have as many layers
+    as there are of the rarest kind, or more.
+    """
+    kinds = Counter(type(spec) for spec in specs.values())
+    ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
+    if not ours:
+        return 0
+    page = min(spec.page_size_bytes for spec in ours)
+    return num_bytes // (page * min(kinds.values()))
+
+
+def scratch_bytes(vllm_config: VllmConfig, num_blocks: int) -> int:
+    """Bytes that a decode step hands from kernel to kernel, in a pool of that size."""
+    from vllm_h2o.attention.ops.triton import DecodeScratch, slots_with_logits
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    max_rows = vllm_config.scheduler_config.max_num_seqs
+    num_kv_heads = model.get_num_kv_heads(parallel)
+    budget, richest = budgets(vllm_config)
+    pool = num_blocks * vllm_config.cache_config.block_size
+    most = most_slots(vllm_config, num_kv_heads)
     return DecodeScratch.bytes_of(
-        vllm_config.scheduler_config.max_num_seqs,
+        max_rows,
         model.get_num_attention_heads(parallel),
-        model.get_num_kv_heads(parallel),
+        num_kv_heads,
         model.get_head_size(),
-        *budgets(vllm_config),
+        budget,
+        richest,
+        slots_with_logits(max_rows, most, pool, budget),
         current_platform.device_type,
     )

@@ -277,6 +277,8 @@ class H2OWorker(_Stock):
         for layer in self._h2o_layers.values():
             if (impl := _impl(layer)) is not None:
                 impl.unbind()
+        # As CUDA's worker does: builders size their scratch by it.
+        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         super().initialize_from_config(kv_cache_config)
         for managed, builder in self._h2o_builders():
             check_kernel_block_size(managed, builder.spec)

@@ -31,6 +31,8 @@ class ResidentRows:
             rows; None: made for each call.
         placements: `[num_rows]` int32 where each row's slots are, an index into the
             `PlacementTable`; None: `ALIKE` for all.
+        logit_starts: `[num_rows]` int64 slots of KV heads in the scratch before a
+            row's own; None: as many for each as a row could have.
     """
 
     block_table: torch.Tensor
@@ -38,6 +40,7 @@ class ResidentRows:
     first_queries: torch.Tensor
     scratch: Any = None
     placements: torch.Tensor | None = None
+    logit_starts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +99,8 @@ class DecodeParams:
         Returns:
             None where all heads have the same budget, else, with a row for each KV head
             of each placement,
-            `sizes`: `[rows, 2]` int32 budget and heavy slots;
+            `sizes`: `[rows, 3]` int32 budget, heavy slots, and the budgets of the KV
+            heads of the placement before this one;
             `columns`: `[rows, most blocks]` int32 resident block of each page;
             `kv_offsets`, `state_offsets`: of the same shape, int64, from our pages
             to the lender's in elements of K and V, and in 4-byte words, all
@@ -106,8 +110,10 @@ class DecodeParams:
         if own is None:
             return None
         pages = own.layers[own.layer]
+        slots = own.sizes[..., :1]
+        sizes = torch.cat([own.sizes, slots.cumsum(dim=1) - slots], dim=-1)
         sizes, columns, offsets = (
-            table.flatten(0, 1) for table in (own.sizes, own.columns, own.offsets)
+            table.flatten(0, 1) for table in (sizes, own.columns, own.offsets)
         )
         item = pages.keys.element_size()
         assert not (offsets % (16 * 4)).any(), "caches of layers start anywhere"

@@ -12,6 +12,7 @@ from vllm_h2o.attention.ops.triton.launch import (
     Tuning,
     check_supported,
     decode_resident,
+    slots_with_logits,
 )
 from vllm_h2o.attention.ops.triton.scoring import observe
 from vllm_h2o.attention.ops.triton.selection import choose
@@ -28,5 +29,6 @@ __all__ = [
     "decode_resident",
     "observe",
     "score_by_gate",
+    "slots_with_logits",
     "transition",
 ]

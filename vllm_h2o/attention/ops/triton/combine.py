@@ -9,6 +9,7 @@ from vllm_h2o.attention.ops.triton.decode import VARYING
 from vllm_h2o.attention.ops.triton.graduate import graduate, write_token
 from vllm_h2o.attention.ops.triton.slots import (
     is_occupied,
+    logits_before,
     page_offsets,
     places_of,
     sizes_of,
@@ -21,8 +22,9 @@ def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
     table, table_stride, heads, positions, first_queries, placements,
-    logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
-    score_decay, head_blocks, largest_budget, max_splits, split_slots,
+    logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
+    losers, leaving_scores,
+    score_decay, head_blocks, max_splits, split_slots,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     UNIT: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
@@ -79,13 +81,14 @@ def combine_kernel(
     if SCORED:
         scores_now = position >= tl.load(first_queries + row).to(tl.int32)
         if scores_now & (part * BLOCK_T < length):
+            first = tl.load(logit_starts + row)
+            first += logits_before(heads, entry, head, position, BUDGET)
             update_scores(
-                scores, state_strides, state,
-                logits + item * GROUP * largest_budget,
+                scores, state_strides, state, logits + first * GROUP,
                 partial_maxima + first_partial, partial_sums + first_partial,
                 losers + item, leaving_scores + item, score_decay,
                 part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, position,
-                slot, budget, largest_budget, GROUP, BLOCK_SIZE, UNIT, COMPETES,
+                slot, budget, length, GROUP, BLOCK_SIZE, UNIT, COMPETES,
                 BLOCK_G, BLOCK_P,
             )  # fmt: skip
     if part == 0:
@@ -133,11 +136,14 @@ def merge_head(
 def update_scores(
     scores, state_strides, state, logits, partial_maxima, partial_sums,
     loser, leaving_score, score_decay, slots, num_splits, head, position, slot,
-    budget, largest_budget, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    budget, length, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Add this query's probabilities to the scores of `slots`."""
+    """Add this query's probabilities to the scores of `slots`.
+
+    `logits`: of the KV head's query heads, `length` each.
+    """
     g, split = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P)
     in_group = g < GROUP
     at = split[None, :] * GROUP + g[:, None]
@@ -149,7 +155,7 @@ def update_scores(
 
     held = is_occupied(slots, position, slot, budget, UNIT)
     z = tl.load(
-        logits + g[:, None] * largest_budget + slots[None, :],
+        logits + g[:, None] * length + slots[None, :],
         mask=in_group[:, None] & held[None, :],
         other=float("-inf"),
     )

@@ -8,6 +8,7 @@ import triton.language as tl
 from vllm_h2o.attention.ops.triton.graduate import NOBODY, find_loser
 from vllm_h2o.attention.ops.triton.slots import (
     is_occupied,
+    logits_before,
     page_offsets,
     places_of,
     sizes_of,
@@ -28,8 +29,9 @@ def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, scores, births, state_strides,
     table, table_stride, heads, positions, first_queries, placements,
-    logits, partial_outputs, partial_maxima, partial_sums, losers, leaving_scores,
-    scale, softcap, head_blocks, largest_budget, max_splits, split_slots,
+    logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
+    losers, leaving_scores,
+    scale, softcap, head_blocks, max_splits, split_slots,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     PINNED: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
@@ -43,12 +45,12 @@ def attend_kernel(
         z[h,s] = scale * q[h] . K[s], soft-capped
         m[h]   = max_s z,  l[h] = sum_s exp(z - m),  o[h] = sum_s exp(z - m) V[s]
 
-    Grid `(num_rows, num_kv_heads, max_splits)`, of the `largest_budget` of a head:
+    Grid `(num_rows, num_kv_heads, max_splits)`, of the largest budget of a head:
     programs past a head's own slots return at once, and so do all of a row of
     position -1, which is padding. What depends on that budget and on the number of
     rows is no constant: each layer and each batch would compile anew. The GROUP query
     heads of a KV head share each read of K and V. Writes `m`, `l`, `o` of the split,
-    the logits `z` once if SCORED, and (split 0) who loses its slot.
+    the logits `z` if the row's query scores, and (split 0) who loses its slot.
 
     Reference: graduate, write and attend of ops/reference.py. Deviations: the
     pages are not written here, because other splits of the head are reading
@@ -104,9 +106,16 @@ def attend_kernel(
     new_z = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale
     new_z = soft_capped(new_z, softcap, SOFTCAP)
     holds_new = (slot >= start) & (slot < end)
-    z_rows = (item * GROUP + g) * largest_budget
+    z_rows = item * GROUP + g
+    scored_end = end
     if SCORED:
-        z_mask = g < tl.where(holds_new, GROUP, 0)
+        # Before its first query a row has no logits: its blocks may be others' too.
+        scores_now = position >= tl.load(first_queries + row).to(tl.int32)
+        scored_end = tl.where(scores_now, end, start)
+        first_z = tl.load(logit_starts + row)
+        first_z += logits_before(heads, entry, head, position, BUDGET)
+        z_rows = first_z * GROUP + g * tl.minimum(position + 1, budget)
+        z_mask = g < tl.where(holds_new & scores_now, GROUP, 0)
         tl.store(logits + z_rows + slot, new_z, mask=z_mask)
     maximum = tl.where(holds_new, new_z, _NO_LOGIT)
     total = tl.zeros([BLOCK_G], tl.float32) + tl.where(holds_new, 1.0, 0.0)
@@ -129,7 +138,8 @@ def attend_kernel(
         z = soft_capped(z, softcap, SOFTCAP)
         if SCORED:
             at_z = z_rows[:, None] + s[None, :]
-            tl.store(logits + at_z, z, mask=in_group[:, None] & held[None, :])
+            scored = held & (s < scored_end)
+            tl.store(logits + at_z, z, mask=in_group[:, None] & scored[None, :])
         z = tl.where(held[None, :], z, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(z, axis=1))
         weight = tl.exp(z - new_maximum[:, None])

@@ -60,7 +60,8 @@ class DecodeScratch:
     """What the kernels of a decode step hand to each other; reused by all layers.
 
     Attributes:
-        logits: `[max_rows * num_heads * budget]` float32.
+        logits: `[logit_slots * query heads of a KV head]` float32, see `allocate`;
+            a row's begin where `ResidentRows.logit_starts` says.
         outputs: `[max_partials * head_size]` float32, one partial per row,
             split and query head.
         maxima: `[max_partials]` float32.
@@ -89,18 +90,23 @@ class DecodeScratch:
         largest_budget: int,
         device: torch.device,
         tuning: Tuning | None = None,
+        logit_slots: int | None = None,
     ) -> DecodeScratch:
         """Scratch for batches of up to `max_rows` rows.
 
-        KV heads have `budget` slots on average, none more than `largest_budget`.
+        KV heads have `budget` slots on average, none more than `largest_budget`; the
+        rows that score have `logit_slots` together, over their KV heads (None: the
+        most that `max_rows` could have).
         """
+        if logit_slots is None:
+            logit_slots = max_rows * num_kv_heads * largest_budget
         tuning = tuning or Tuning()
         partials = _partials(
             max_rows, num_heads, num_kv_heads, budget, largest_budget, device, tuning
         )
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
         return cls(
-            logits=floats(max_rows * num_heads * largest_budget),
+            logits=floats(logit_slots * (num_heads // num_kv_heads)),
             outputs=floats(partials * head_size),
             maxima=floats(partials),
             sums=floats(partials),
@@ -119,6 +125,7 @@ class DecodeScratch:
         head_size: int,
         budget: int,
         largest_budget: int,
+        logit_slots: int,
         device_type: str,
     ) -> int:
         """Bytes that `allocate` takes with the default tuning."""
@@ -126,8 +133,23 @@ class DecodeScratch:
         partials = _partials(
             max_rows, num_heads, num_kv_heads, budget, largest_budget, device, Tuning()
         )
-        words = max_rows * (num_heads * largest_budget + 2 * num_kv_heads)
+        words = logit_slots * (num_heads // num_kv_heads) + 2 * max_rows * num_kv_heads
         return 4 * (words + partials * (head_size + 2))
+
+
+def slots_with_logits(max_rows: int, most_slots: int, pool: int, budget: int) -> int:
+    """Slots of KV heads that all rows that score have together, at most.
+
+    A row that scores owns the blocks of its `min(tokens, budget)` slots on average, so
+    that the pool bounds what all of them have, however many there could be.
+
+    Args:
+        max_rows: Rows of a batch.
+        most_slots: That the KV heads of a row have together.
+        pool: Tokens of all blocks.
+        budget: Slots of a KV head on average.
+    """
+    return min(max_rows * most_slots, triton.cdiv(pool * most_slots, budget))
 
 
 def _partials(
@@ -186,6 +208,11 @@ def decode_resident(
             num_rows, num_heads, num_kv_heads, head_size, params.layout.budget,
             params.largest_budget, query.device,
         )  # fmt: skip
+    starts = rows.logit_starts
+    if starts is None:
+        apart = num_kv_heads * params.largest_budget
+        starts = torch.arange(num_rows, device=query.device) * apart
+        assert num_rows * apart * num_heads <= scratch.logits.numel() * num_kv_heads
     shapes = _shapes(query, num_kv_heads, params, scratch, scored)
     shared = {
         "key": key, "key_strides": key.stride()[:2],
@@ -195,7 +222,8 @@ def decode_resident(
         "heads": None if rows.placements is None else params.head_tables,
         "positions": rows.positions,
         "first_queries": rows.first_queries, "placements": rows.placements,
-        "logits": scratch.logits, "partial_outputs": scratch.outputs,
+        "logits": scratch.logits, "logit_starts": starts,
+        "partial_outputs": scratch.outputs,
         "partial_maxima": scratch.maxima, "partial_sums": scratch.sums,
         "losers": scratch.losers, "leaving_scores": scratch.leaving_scores,
         **shapes,
@@ -298,13 +326,12 @@ def _shapes(
     splits = triton.cdiv(largest, split_slots)
     group = num_heads // num_kv_heads
     _check_capacity(scratch, num_rows * num_heads * splits, head_size)
-    assert num_rows * num_heads * largest <= scratch.logits.numel()
     unit = layout.block_size if layout.whole_blocks else 1
     return {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": layout.block_size, "HEAVY": layout.heavy_slots,
-        "BUDGET": layout.budget, "largest_budget": largest,
-        "head_blocks": head_blocks(params), "UNIT": unit, "SCORED": scored,
+        "BUDGET": layout.budget, "head_blocks": head_blocks(params), "UNIT": unit,
+        "SCORED": scored,
         "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
         "max_splits": splits, "split_slots": split_slots,
         # Tensor cores multiply 16 rows at least.

@@ -4,7 +4,7 @@ Slot numbers are int32, addresses int64: a layer's cache passes 2**31 elements.
 
 `heads`, budgets by head, is None or the device tensors of `DecodeParams.head_tables`:
 `(sizes, columns, kv_offsets, state_offsets)`, each with an entry for each KV head of
-each placement, of `head_blocks` numbers in all but the first. `places` is where the
+each placement: three sizes, and `head_blocks` of the others. `places` is where the
 pages of one row and KV head are: `(table, columns, offsets)`, the row's block ids, and
 of each page its column and its distance from this layer's pages, in elements of what
 is addressed; the latter two are None where page i is block i.
@@ -20,9 +20,23 @@ import triton.language as tl
 def sizes_of(heads, entry, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
     """`(heavy slots, budget)` of a KV head, of that entry in the tables."""
     if heads is not None:
-        return tl.load(heads[0] + 2 * entry + 1), tl.load(heads[0] + 2 * entry)
+        return tl.load(heads[0] + 3 * entry + 1), tl.load(heads[0] + 3 * entry)
     else:
         return HEAVY, BUDGET
+
+
+@triton.jit
+def logits_before(heads, entry, head, position, BUDGET: tl.constexpr):
+    """Slots of a row's KV heads before this one that have a logit.
+
+    The smaller sum of two is never below the sum of the smaller ones: heads that are
+    `min(before, head * (position + 1))` apart have room for their
+    `min(budget, position + 1)` logits each.
+    """
+    before = head * BUDGET
+    if heads is not None:
+        before = tl.load(heads[0] + 3 * entry + 2)
+    return tl.minimum(before, head * (position + 1))
 
 
 @triton.jit
