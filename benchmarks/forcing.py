@@ -1,6 +1,6 @@
 """Teacher forcing through vLLM: the next tokens are given, the model's own recorded.
 
-    LLM(MODEL, logits_processors=["benchmarks.forcing:ForcedTokens"])
+    LLM(MODEL, logits_processors=[processor()])
     SamplingParams(temperature=0, extra_args={"forced_token_ids": [...]})
 
 The processor sees the logits before it forces them, so what it records is the
@@ -11,14 +11,17 @@ through files: the processor runs in the worker's process.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from benchmarks.quality.reading import ForcedRecord
 
@@ -28,37 +31,85 @@ REFERENCE_PATH = "reference_path"
 WRITES_REFERENCE = "writes_reference"
 
 
+def processor() -> str:
+    """The name of the class for the model runner that vLLM takes here."""
+    is_v2 = envs.VLLM_USE_V2_MODEL_RUNNER
+    if is_v2 is None:
+        is_v2 = HAS_TRITON
+    name = "ForcedTokensV2" if is_v2 else "ForcedTokens"
+    return f"benchmarks.forcing:{name}"
+
+
+def _check(params: SamplingParams) -> None:
+    """Raise ValueError unless a record lasts for the whole output."""
+    extra = params.extra_args or {}
+    forced = extra.get(FORCED_TOKEN_IDS)
+    if RECORD_PATH in extra and len(forced or []) != params.max_tokens:
+        raise ValueError(
+            f"{RECORD_PATH} records {FORCED_TOKEN_IDS}, of which there are "
+            f"{len(forced or [])}, but max_tokens is {params.max_tokens}: "
+            "give as many"
+        )
+
+
 class ForcedTokens(AdapterLogitsProcessor):
     """Makes each request sample the tokens that its parameters name first."""
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
         """Raise ValueError unless a record lasts for the whole output."""
-        extra = params.extra_args or {}
-        forced = extra.get(FORCED_TOKEN_IDS)
-        if RECORD_PATH in extra and len(forced or []) != params.max_tokens:
-            raise ValueError(
-                f"{RECORD_PATH} records {FORCED_TOKEN_IDS}, of which there are "
-                f"{len(forced or [])}, but max_tokens is {params.max_tokens}: "
-                "give as many"
-            )
+        _check(params)
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        extra = params.extra_args or {}
-        forced = extra.get(FORCED_TOKEN_IDS)
-        if not forced:
-            return None
-        if RECORD_PATH not in extra:
-            return _Force(forced)
-        return _Record(
-            forced,
-            Path(extra[RECORD_PATH]),
-            extra.get(REFERENCE_PATH),
-            extra.get(WRITES_REFERENCE, False),
-        )
+        return _forcing(params)
+
+
+class ForcedTokensV2(LogitsProcessor):
+    """The same for vLLM's model runner V2."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._prompt_lens = req_states.prompt_len.np
+        self._requests: dict[int, _Force] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise ValueError unless a record lasts for the whole output."""
+        _check(sampling_params)
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        self._requests.pop(req_idx, None)  # of the slot's last request
+        found = _forcing(sampling_params)
+        if found is not None:
+            self._requests[req_idx] = found
+        return found is not None
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        # A row for each request: nothing is speculated.
+        for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
+            length = int(ctx.seq_lens_upper_bound_np[row])
+            number = length - int(self._prompt_lens[slot])
+            if slot in self._requests and number >= 0:  # else a part of a prompt
+                self._requests[slot](range(number), logits[row])
+        return logits
+
+
+def _forcing(params: SamplingParams) -> _Force | None:
+    """What the parameters ask for, if anything."""
+    extra = params.extra_args or {}
+    forced = extra.get(FORCED_TOKEN_IDS)
+    if not forced:
+        return None
+    if RECORD_PATH not in extra:
+        return _Force(forced)
+    return _Record(
+        forced,
+        Path(extra[RECORD_PATH]),
+        extra.get(REFERENCE_PATH),
+        extra.get(WRITES_REFERENCE, False),
+    )
 
 
 class _Force:
@@ -67,7 +118,7 @@ class _Force:
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids
 
-    def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         if len(output_ids) >= len(self._token_ids):
             return logits
         token = self._token_ids[len(output_ids)]
@@ -87,8 +138,11 @@ class _Record(_Force):
         self._full: np.ndarray | None = None
         self._record = ForcedRecord()
 
-    def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         number = len(output_ids)
+        if number >= len(self._token_ids):
+            return logits  # a step that asynchronous scheduling was ahead
+        mine = logits.cpu()
         if number == 0:
             # Also after a preemption, which starts the request again.
             self._record = ForcedRecord()
@@ -96,10 +150,10 @@ class _Record(_Force):
         full = None
         if self._writes:
             assert self._full is not None
-            self._full[number] = logits.float().log_softmax(dim=-1).numpy()
+            self._full[number] = mine.float().log_softmax(dim=-1).numpy()
         elif self._full is not None:
             full = self._full[number]
-        self._record.add(logits, self._token_ids[number], full)
+        self._record.add(mine, self._token_ids[number], full)
         if number + 1 == len(self._token_ids):
             self._path.write_text(json.dumps(asdict(self._record)))
         return super().__call__(output_ids, logits)

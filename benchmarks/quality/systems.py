@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.cells import ENGINE_ARGS
-from benchmarks.forcing import forced
+from benchmarks.forcing import forced, processor
 from benchmarks.quality.cells import BLOCKS, ENGINE, FULL, KVPRESS, TORCH, Cell
 from benchmarks.quality.reading import ForcedRecord, stop_token_ids, until_stop
 
@@ -72,7 +72,7 @@ class Engine:
             cell.model,
             max_model_len=cell.max_model_len or cell.context_tokens + 64,
             enable_prefix_caching=False,
-            logits_processors=["benchmarks.forcing:ForcedTokens"],
+            logits_processors=[processor()],
             **ENGINE_ARGS,
             **h2o,
         )

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from benchmarks.forcing import forced
+from benchmarks.forcing import forced, processor
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import (
     SMOLLM2_HEADS,
@@ -180,9 +180,7 @@ def test_loss_equals_reference(tmp_path):
     options = {f"h2o_{name}": value for name, value in settings.items()}
     options |= {"h2o_head_budgets": "uniform", "kv_policy": "h2o"}
     files = [tmp_path / "0.json", tmp_path / "1.json"]
-    with engine(
-        logits_processors=["benchmarks.forcing:ForcedTokens"], **options
-    ) as llm:
+    with engine(logits_processors=[processor()], **options) as llm:
         llm.generate(
             [{"prompt_token_ids": t[:cut]} for t in texts],
             [

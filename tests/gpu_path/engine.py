@@ -36,10 +36,12 @@ def result_of(
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(path.startswith("v2")))
     if path != "cpu":
         import tests.gpu_path.interpreted  # noqa: F401
+    from benchmarks.forcing import forced, processor
     from tests.engine.helpers import assert_pool_whole, engine, greedy
     from tests.engine.tiny_models import random_prompts
 
     settings = {
+        "logits_processors": [processor()],
         "max_model_len": 256, "max_num_seqs": 6, "skip_tokenizer_init": True,
         "additional_config": {"h2o": policy}, "scheduler_cls": H2O,
         "worker_cls": WORKERS[path],
@@ -61,6 +63,12 @@ def result_of(
         profile = llm.collective_rpc("h2o_profile")[0]
         result["errors"] = profile and profile.errors
         result["stats"] = llm.collective_rpc("h2o_stats")[0]
+        record = Path(model) / f"forced by {path}.json"
+        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(9, 130)]
+        given = [forced([7] * 3), forced([*range(9)], record_path=str(record))]
+        outputs = llm.generate(prompts, given)
+        result["given"] = [list(x.outputs[0].token_ids) for x in outputs]
+        result["forced"] = json.loads(record.read_text())["logprobs"]
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         result["runner"] = type(runner).__module__
         if path == "v1":

@@ -88,6 +88,9 @@ def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     assert len(actual["survivors"]) == 2 and len(actual["survivors"][0]) == 2
     for ours, theirs in zip(actual["logprobs"], expected["logprobs"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+    # Forced tokens, and what the model thought of them, on either runner.
+    assert actual["given"] == [[7] * 3, [*range(9)]]
+    assert actual["forced"] == pytest.approx(expected["forced"], abs=1e-4)
     assert actual["stats"] == expected["stats"]
     assert actual["stats"]["transitions"] == 2, "the other two are kept whole"
     assert actual["stats"]["tokens_evicted"] > 0

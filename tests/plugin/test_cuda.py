@@ -11,7 +11,7 @@ from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
@@ -234,7 +234,14 @@ def test_blocks_that_fit_are_never_more():
     assert gpu_worker.most_blocks(alike, 60 * page) == 10
     hybrid = alike | {"first": plain, "second": plain}
     assert gpu_worker.most_blocks(hybrid, 60 * page) == 30
+    window = {"head_size": 64, "dtype": torch.float16, "block_size": 16}
+    windows = {
+        str(n): SlidingWindowSpec(num_kv_heads=2, sliding_window=n, **window)
+        for n in (128, 256, 512)
+    }
+    assert gpu_worker.most_blocks(alike | windows, 60 * page) == 60
     assert gpu_worker.most_blocks({"first": plain}, 60 * page) == 0
+    assert gpu_worker.most_blocks(alike, -1) == 0
 
 
 def test_scratch_grows_with_the_richest_head(config, monkeypatch):

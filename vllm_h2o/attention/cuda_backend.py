@@ -77,6 +77,7 @@ class _CUDABuilder(H2OMetadataBuilder):
         # a second engine of this process may run beside this one.
         spec, max_rows = self.spec, len(self._positions)
         budget, richest = budgets(vllm_config, spec.max_model_len)
+        assert budget == spec.layout.budget, "blocks of another size than the option's"
         self._most_slots = most_slots(
             vllm_config, spec.num_kv_heads, spec.max_model_len
         )
@@ -106,6 +107,7 @@ class _CUDABuilder(H2OMetadataBuilder):
 
     def _pack(self, plan: ResidencyPlan) -> npt.NDArray[np.int64]:
         positions = plan.num_computed_tokens
+        # Of requests with budgets of their own, which CUDA refuses, this is too much.
         slots = np.minimum(self.spec.num_kv_heads * (positions + 1), self._most_slots)
         slots = np.where(positions >= plan.first_queries, slots, 0)
         ends = slots.cumsum()

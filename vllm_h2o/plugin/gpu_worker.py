@@ -105,12 +105,13 @@ def most_blocks(specs: dict[str, KVCacheSpec], num_bytes: int) -> int:
     A block is a page of each layer of a KV cache group, and groups have as many layers
     as there are of the rarest kind, or more.
     """
-    kinds = Counter(type(spec) for spec in specs.values())
+    windows = [getattr(spec, "sliding_window", None) for spec in specs.values()]
+    kinds = Counter(zip(map(type, specs.values()), windows, strict=True))
     ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
     if not ours:
         return 0
     page = min(spec.page_size_bytes for spec in ours)
-    return num_bytes // (page * min(kinds.values()))
+    return max(0, num_bytes) // (page * min(kinds.values()))
 
 
 def scratch_bytes(vllm_config: VllmConfig, num_blocks: int) -> int:
