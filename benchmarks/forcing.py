@@ -141,7 +141,7 @@ class _Record(_Force):
     def __call__(self, output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         number = len(output_ids)
         if number >= len(self._token_ids):
-            return logits  # a step that asynchronous scheduling was ahead
+            return logits  # asynchronous scheduling is a step ahead of the last token
         mine = logits.cpu()
         if number == 0:
             # Also after a preemption, which starts the request again.

@@ -37,7 +37,7 @@ LATER = 0.25
 LEAST_EXPLAINED = 0.2
 """R^2 on a text that it did not learn from, below which a gate is of no use."""
 LEAST_NORM = 1e-6
-"""Of a key or value, that it is divided by."""
+"""A key or value is divided by its norm, or by this where that is smaller."""
 
 
 @dataclass(frozen=True)
