@@ -2,6 +2,7 @@
 # make check   formatting, types and the quick tests, after every edit
 # make test    what guards a user, about 17 minutes
 # make test-all  every test, before a release
+# make test-next  `make test` on a newer vLLM (NEXT=0.33.0), which has no build for CPUs
 # make bench   the quick comparison: throughput, latency, memory, as ratios
 # make quality loss and retrieval under eviction, a small grid, about 20 minutes
 # All make .venv and the model on first use; nothing else has to be installed
@@ -11,11 +12,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NEXT := 0.33.0
+NEXT_VENV := $(VENV)-$(NEXT)
+VLLM := lib/python3*/site-packages/vllm
 
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo check test test-all bench quality venv model lint clean
+.PHONY: demo check test test-next test-all bench quality venv model lint clean
 
 demo: venv
 	$(BIN)/python -m benchmarks.demo
@@ -25,6 +29,13 @@ check: lint
 
 test: model
 	$(BIN)/python -m tests.run test
+
+# What has drifted of what H2O extends is shown first; the tests say what that means.
+test-next: model $(NEXT_VENV)/.installed
+	mkdir -p build
+	-$(BIN)/python -m vllm_h2o.plugin.seams $(NEXT_VENV)/$(VLLM)
+	$(BIN)/python -m vllm_h2o.plugin.seams $(VENV)/$(VLLM) $(NEXT_VENV)/$(VLLM) > build/seams-$(NEXT).diff
+	$(NEXT_VENV)/bin/python -m tests.run test
 
 test-all: model
 	$(BIN)/python -m tests.run all
@@ -59,5 +70,9 @@ $(STAMP): requirements/cpu.txt requirements/quality.txt requirements/dev.txt req
 	$(BIN)/pip install --no-deps --no-build-isolation ./requirements/vllm-alias -e .
 	touch $@
 
+$(NEXT_VENV)/.installed: $(STAMP) requirements/next_vllm.py
+	$(BIN)/python requirements/next_vllm.py $(NEXT) $(NEXT_VENV)
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-*

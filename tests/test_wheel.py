@@ -42,7 +42,8 @@ def test_a_wheel_brings_the_options_and_the_kernels(tmp_path):
         [*pip, "install", "--no-deps", "--target", own, str(built)], check=True
     )
     # vLLM itself is that of this environment, whose own .pth files do not count there.
-    (Path(own) / "vllm.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    known = [path for path in sys.path if path.endswith("site-packages")]
+    (Path(own) / "vllm.pth").write_text("\n".join(known) + "\n")
     python = tmp_path / "venv" / "bin" / "python"
     where = "import vllm_h2o; print(vllm_h2o.__file__)"
     found = subprocess.check_output([python, "-c", where], text=True, cwd=tmp_path)

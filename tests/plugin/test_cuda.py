@@ -160,6 +160,7 @@ def test_batch_invariance_is_refused(config, monkeypatch):
         check_cuda_options(config)
     backend = cuda_backend.H2OFlashAttentionBackend
     assert not backend.supports_batch_invariance()
+    assert not backend.supports_kv_cache_update_bypass
 
 
 def test_the_reference_is_refused(config, monkeypatch):
@@ -285,7 +286,7 @@ def test_blocks_that_are_cut_are_refused():
 def test_runners_have_what_is_wrapped():
     assert callable(getattr(GPUModelRunnerV1, runner._V1))
     assert callable(getattr(GPUModelRunnerV2, runner._V2))
-    with pytest.raises(RuntimeError, match="object.*vLLM 0.32"):
+    with pytest.raises(RuntimeError, match="object.*vLLM 0.33"):
         runner.follow(object(), StepRows(), is_v2=True)
 
 

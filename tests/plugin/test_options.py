@@ -340,6 +340,14 @@ def test_checkpoint_with_a_quantized_kv_cache_is_refused(model_of):
     refused(options, "quantized KV cache", "--dtype bfloat16 --kv-cache-dtype bfloat16")
 
 
+def test_routed_experts_are_refused(model_of):
+    # On a CPU vLLM itself stops earlier: change a config that it made.
+    config = resolved(model_of("LlamaForCausalLM", **LLAMA))
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(ValueError, match="--enable-return-routed-experts.*=True: drop"):
+        check_vllm_config(config)
+
+
 def test_kv_offloading_is_refused_by_its_option(model_of):
     options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_offloading_size": 1.0}
     refused(options, "--kv-offloading-size=1.0", "drop --kv-offloading-size")
@@ -359,7 +367,10 @@ def test_diffusion_model_is_refused(model_of):
 
 def test_kv_cache_of_another_dtype_is_refused(model_of):
     options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_cache_dtype": "bfloat16"}
-    refused(options, "--kv-cache-dtype='bfloat16'", "--kv-cache-dtype auto")
+    args = EngineArgs(kv_policy="h2o", dtype="float32", **options)
+    # From 0.33 on by vLLM itself, which comes first.
+    with pytest.raises(ValueError, match="kv.cache.dtype.*bfloat16.*auto"):
+        args.create_engine_config()
     options["dtype"] = "bfloat16"  # the model's own: nothing to refuse
     EngineArgs(kv_policy="h2o", h2o_budget=512, **options).create_engine_config()
 
@@ -628,9 +639,17 @@ def test_cache_layout_without_a_kernel_is_refused(model_of, monkeypatch):
     refused(options, "'neon'", "x86-64")
 
 
+def test_a_budget_is_checked_by_the_block_size_that_cpus_get(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA)
+    assert resolved(options).cache_config.block_size == 128
+    args = EngineArgs(kv_policy="h2o", h2o_budget=128, dtype="float32", **options)
+    with pytest.raises(ValueError, match="--h2o-budget.*128 tokens.*blocks of 128"):
+        args.create_engine_config()
+
+
 def test_another_vllm_is_refused_where_a_policy_is_asked_for(monkeypatch):
-    monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
-    with pytest.raises(ValueError, match=r"0\.33\.1.*vllm==0\.32\.0.*--kv-policy"):
+    monkeypatch.setattr(vllm, "__version__", "0.34.1+cpu")
+    with pytest.raises(ValueError, match=r"0\.34\.1.*vllm==0\.33\.0.*--kv-policy"):
         EngineArgs(MODEL, kv_policy="h2o")
     EngineArgs(MODEL, kv_policy="full")
 
@@ -639,8 +658,8 @@ def test_another_vllm_is_refused_in_the_official_spelling(model_of, monkeypatch)
     options = model_of("LlamaForCausalLM", **LLAMA) | {"dtype": "float32"}
     args = EngineArgs(**options, **OFFICIAL, **SETTINGS)
     args.create_engine_config()
-    monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
-    with pytest.raises(ValueError, match=r"0\.33\.1.*vllm==0\.32\.0"):
+    monkeypatch.setattr(vllm, "__version__", "0.34.1+cpu")
+    with pytest.raises(ValueError, match=r"0\.34\.1.*vllm==0\.33\.0"):
         args.create_engine_config()
 
 
@@ -649,7 +668,7 @@ def test_a_vllm_without_what_is_wrapped_is_left_alone():
         __dataclass_fields__ = {}
 
     before = dict(vars(Unknown))
-    with pytest.warns(UserWarning, match="lacks .*scheduler_cls.*install vLLM 0.32"):
+    with pytest.warns(UserWarning, match="lacks .*scheduler_cls.*install vllm==0.33"):
         extend(SimpleNamespace(EngineArgs=Unknown, AsyncEngineArgs=Unknown))
     assert dict(vars(Unknown)) == before and not Unknown.__dataclass_fields__
 

@@ -116,6 +116,10 @@ class _CUDABuilder(H2OMetadataBuilder):
 
 
 class _CUDABackend(H2OBackend):
+    # Our kernels take keys and values of resident rows: no fused operation may have
+    # written them by vLLM's slots and leave them out (vLLM >= 0.33 asks).
+    supports_kv_cache_update_bypass = False
+
     @staticmethod
     def get_name() -> str:
         """The member of vLLM's enum that is left to others."""

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
+from vllm_h2o.core import compat
 from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.metrics import Reporter
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
@@ -82,7 +83,7 @@ class H2OScheduler(AsyncScheduler):
             # As if its grammar could not be compiled: vLLM ends such requests alone.
             if known:
                 # The session with this turn.
-                self.grammar_compile_error_reqs.add(request.request_id)
+                compat.end_with_error(self, request.request_id, str(error))
             else:
                 request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
                 refused = StructuredOutputRequest(_ANY_GRAMMAR, error)
@@ -99,7 +100,7 @@ class H2OScheduler(AsyncScheduler):
     def _most_tokens(self, request: Request) -> int:
         return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
-    def _get_local_prefix_cache_hit(self, request: Request):
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any):
         # Called for every request that is about to be admitted, before its
         # first allocation, also after a preemption.
         most = self._most_tokens(request)
@@ -112,7 +113,7 @@ class H2OScheduler(AsyncScheduler):
             manager.begin_prefill(
                 request.request_id, request.num_tokens, most, options, budget
             )
-        return super()._get_local_prefix_cache_hit(request)
+        return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
 
     def update_from_output(self, scheduler_output, model_runner_output):
         """Take in a step's results, with what its transitions took."""

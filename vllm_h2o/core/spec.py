@@ -93,6 +93,8 @@ class H2OAttentionSpec(FullAttentionSpec):
         merged = specs[0]
         for spec in specs[1:]:
             for f in fields(AttentionSpec):
+                if not f.compare:
+                    continue
                 assert getattr(spec, f.name) == getattr(merged, f.name), (
                     "All attention layers in the same KV cache group must have "
                     "the same attention spec."

@@ -21,6 +21,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
+from vllm_h2o.core import compat
 from vllm_h2o.core.settings import (
     CONFIG_KEY,
     h2o_config,
@@ -39,7 +40,6 @@ WORKER_CLS = {
 }
 
 _PREFIX = "h2o_"
-_VLLM = "0.32"
 _NEEDED = (
     "scheduler_cls",
     "worker_cls",
@@ -75,7 +75,7 @@ def extend(module: ModuleType) -> None:
         warnings.warn(
             "vllm-h2o does not know this vLLM and adds no options to it: EngineArgs "
             f"lacks {lacking}, has {sorted(present.intersection(_FIELDS))}; install "
-            "vLLM 0.32",
+            f"vllm=={compat.RELEASES[-1]}",
             stacklevel=2,
         )
         return
@@ -134,6 +134,8 @@ def configured(create_engine_config):
             vllm_config = create_engine_config(self, *args, **kwargs)
         finally:
             vars(self).update(given)
+        if h2o_config(vllm_config) is not None:
+            compat.settle_block_size(vllm_config)
         check(vllm_config)
         if (config := h2o_config(vllm_config)) is not None:
             model = vllm_config.model_config
@@ -182,12 +184,18 @@ def check_version() -> None:
     """Raise where classes of ours would meet others than those that they extend."""
     import vllm
 
-    if not vllm.__version__.startswith(f"{_VLLM}."):
+    if compat.is_release(vllm.__version__):
+        return
+    if not compat.is_close(vllm.__version__):
         raise ValueError(
-            f"a KV policy (--kv-policy) is given, but vllm-h2o is for vLLM {_VLLM} "
-            f"and this vLLM is {vllm.__version__}: install vllm=={_VLLM}.0, or drop "
-            "--kv-policy (kv_policy, enable_h2o)"
+            "a KV policy (--kv-policy) is given, but vllm-h2o is for vLLM "
+            f"{' and '.join(compat.RELEASES)} and this vLLM is {vllm.__version__}: "
+            f"install vllm=={compat.RELEASES[-1]}, or drop --kv-policy (kv_policy, "
+            "enable_h2o)"
         )
+    from vllm_h2o.plugin.seams import check_seams
+
+    check_seams()
 
 
 def _check_given(engine_args: Any, config: H2OConfig | None) -> None:

@@ -31,14 +31,14 @@ def follow(runner: Any, step: StepRows, is_v2: bool) -> None:
     """Connect the steps to a runner, once.
 
     Raises:
-        RuntimeError: The runner is none of vLLM 0.32's.
+        RuntimeError: The runner is none that H2O knows.
     """
     name = _V2 if is_v2 else _V1
     wrapped = getattr(runner, name, None)
     if wrapped is None:
         raise RuntimeError(
             f"H2O does not know the model runner {type(runner).__name__}, which has no "
-            f"{name}: install vLLM 0.32, or drop --kv-policy"
+            f"{name}: install vLLM 0.33, or drop --kv-policy"
         )
     if hasattr(wrapped, "h2o_step"):
         return

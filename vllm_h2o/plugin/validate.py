@@ -8,7 +8,8 @@ import torch
 from vllm import envs
 from vllm.config.cache import CacheDType
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.utils.torch_utils import is_quantized_kv_cache, kv_cache_dtype_str_to_dtype
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_h2o.core.settings import CONFIG_KEY, h2o_config, uses_profile_cache
 from vllm_h2o.plugin.engine_args import (
@@ -154,6 +155,10 @@ def _check_parallel(vllm_config: VllmConfig) -> None:
     if vllm_config.kv_transfer_config is not None:
         connector = vllm_config.kv_transfer_config.kv_connector
         _refuse("--kv-transfer-config", connector, "drop --kv-transfer-config")
+    if vllm_config.aux_output_config.enabled:
+        # Kept per block that is published, which a compressed request does not do.
+        option = "--enable-return-routed-experts (--aux-output-config)"
+        _refuse(option, True, "drop --enable-return-routed-experts")
 
 
 def _check_cache(vllm_config: VllmConfig) -> None:

@@ -36,6 +36,7 @@ from vllm_h2o.attention.placements import (
     RequestPlacements,
 )
 from vllm_h2o.attention.survivors import Losses, Recorder, Watch
+from vllm_h2o.core.compat import settle_block_size
 from vllm_h2o.core.metrics import attach_seconds
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.settings import h2o_config, settle
@@ -96,6 +97,7 @@ class H2OWorker(_Stock):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Again here: --worker-cls may be given without our engine arguments.
+        settle_block_size(vllm_config)
         check_vllm_config(vllm_config)
         self._plan = ResidencyPlan(stats=H2OStats().as_dict())
         self._step = StepRows()
