@@ -75,4 +75,4 @@ $(NEXT_VENV)/.installed: $(STAMP) requirements/next_vllm.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-*
+	rm -rf $(VENV) $(VENV)-[0-9]*

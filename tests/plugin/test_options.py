@@ -668,7 +668,7 @@ def test_a_vllm_without_what_is_wrapped_is_left_alone():
         __dataclass_fields__ = {}
 
     before = dict(vars(Unknown))
-    with pytest.warns(UserWarning, match="lacks .*scheduler_cls.*install vllm==0.33"):
+    with pytest.warns(UserWarning, match="lacks .*scheduler_cls.*install vllm==0.32"):
         extend(SimpleNamespace(EngineArgs=Unknown, AsyncEngineArgs=Unknown))
     assert dict(vars(Unknown)) == before and not Unknown.__dataclass_fields__
 

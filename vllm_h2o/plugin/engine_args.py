@@ -74,8 +74,8 @@ def extend(module: ModuleType) -> None:
         # Raising here would break a vLLM that nobody asked to evict anything.
         warnings.warn(
             "vllm-h2o does not know this vLLM and adds no options to it: EngineArgs "
-            f"lacks {lacking}, has {sorted(present.intersection(_FIELDS))}; install "
-            f"vllm=={compat.RELEASES[-1]}",
+            f"lacks {lacking}, has {sorted(present.intersection(_FIELDS))}; "
+            f"{compat.INSTALL}",
             stacklevel=2,
         )
         return
@@ -190,8 +190,7 @@ def check_version() -> None:
         raise ValueError(
             "a KV policy (--kv-policy) is given, but vllm-h2o is for vLLM "
             f"{' and '.join(compat.RELEASES)} and this vLLM is {vllm.__version__}: "
-            f"install vllm=={compat.RELEASES[-1]}, or drop --kv-policy (kv_policy, "
-            "enable_h2o)"
+            f"{compat.INSTALL}, or drop --kv-policy (kv_policy, enable_h2o)"
         )
     from vllm_h2o.plugin.seams import check_seams
 

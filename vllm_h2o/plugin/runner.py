@@ -18,6 +18,8 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm_h2o.core.compat import INSTALL
+
 if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
 
@@ -38,7 +40,7 @@ def follow(runner: Any, step: StepRows, is_v2: bool) -> None:
     if wrapped is None:
         raise RuntimeError(
             f"H2O does not know the model runner {type(runner).__name__}, which has no "
-            f"{name}: install vLLM 0.33, or drop --kv-policy"
+            f"{name}: {INSTALL}, or drop --kv-policy"
         )
     if hasattr(wrapped, "h2o_step"):
         return

@@ -1,9 +1,10 @@
 """What `seams.py` expects of vLLM: by module and name the forms that H2O works with.
 
 A form is a function's parameters (`=`: has a default), a class's bases, an attribute's
-annotation; empty: a plain assignment; None: may be missing. The first is vLLM 0.32's, a
-second one 0.33's. Of a name that is added with no form `seams.py` says what it is, and
-tests/plugin/test_seams.py which names that the package imports or overrides are missing.
+annotation; empty: assigned or imported without one; None: may be missing. Any of the
+forms will do; the first is vLLM 0.32's, a second one 0.33's. Of a name that is added
+with `()` the command prints the form. tests/plugin/test_seams.py finds what is imported
+or overridden and not here; what is called or read is to be added by hand.
 """
 
 # ruff: noqa: E501
@@ -493,4 +494,27 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "envs:VLLM_BATCH_INVARIANT": ("is bool",),
     "entrypoints.llm:LLM.collective_rpc": ("(self, method, timeout=, args=, kwargs=)",),
     "entrypoints.llm:LLM.get_tokenizer": ("(self)",),
+    "v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.alibi_slopes": ("",),
+    "v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.sinks": ("",),
+    "v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.logits_soft_cap": ("",),
+    "v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.kv_sharing_target_layer_name": (
+        "",
+    ),
+    "v1.attention.backends.flash_attn:FlashAttentionImpl.alibi_slopes": ("",),
+    "v1.attention.backends.flash_attn:FlashAttentionImpl.sinks": ("",),
+    "v1.attention.backends.flash_attn:FlashAttentionImpl.logits_soft_cap": ("",),
+    "v1.attention.backends.flash_attn:FlashAttentionImpl.kv_sharing_target_layer_name": (
+        "",
+    ),
+    "v1.attention.backends.triton_attn:TritonAttentionImpl.alibi_slopes": ("",),
+    "v1.attention.backends.triton_attn:TritonAttentionImpl.sinks": ("",),
+    "v1.attention.backends.triton_attn:TritonAttentionImpl.logits_soft_cap": ("",),
+    "v1.attention.backends.triton_attn:TritonAttentionImpl.kv_sharing_target_layer_name": (
+        "",
+    ),
+    "v1.worker.gpu_input_batch:InputBatch.req_ids": ("(self)",),
+    "v1.worker.gpu.model_runner:BatchReqState.req_ids": ("is list[str]",),
+    "model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase.cos_sin_cache": (
+        "is torch.Tensor",
+    ),
 }

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_h2o.core.compat import RELEASES
+from vllm_h2o.core.compat import INSTALL
 from vllm_h2o.plugin.seam_table import SEAMS
 
 
@@ -60,7 +60,7 @@ class Sources:
         path = self._root.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                return dict(_definitions(ast.parse(file.read_text()).body))
+                return dict(_definitions(ast.parse(file.read_bytes()).body))
         return {}
 
     def _find(self, seam: str) -> ast.AST | None:
@@ -86,6 +86,7 @@ def installed() -> Sources:
     return Sources(Path(spec.origin).parent)
 
 
+@functools.cache  # each process asks several times
 def check_seams() -> None:
     """Raise ValueError where the installed vLLM is not what H2O's classes extend."""
     if differing := drift(installed()):
@@ -93,8 +94,8 @@ def check_seams() -> None:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ValueError(
             "a KV policy (--kv-policy) is given, but this vLLM is not as those that "
-            f"vllm-h2o is for: {first}{more}: install vllm=={RELEASES[-1]}, or drop "
-            "--kv-policy (kv_policy, enable_h2o)"
+            f"vllm-h2o is for: {first}{more}: {INSTALL}, or drop --kv-policy "
+            "(kv_policy, enable_h2o)"
         )
 
 
