@@ -1,4 +1,4 @@
-"""Make an environment with a vLLM that has no CPU build yet, out of the one that has.
+"""Makes an environment with a vLLM that has no CPU build yet, out of the one that has.
 
     python requirements/next_vllm.py 0.33.0 [FOLDER]
 
@@ -26,7 +26,8 @@ LACKING = ("orjson",)
 COMMAND = """#!{}
 import sys
 from vllm.entrypoints.cli.main import main
-sys.exit(main())
+if __name__ == "__main__":  # processes that are spawned import this file
+    sys.exit(main())
 """
 
 

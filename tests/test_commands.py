@@ -12,6 +12,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_command(command, monkeypatch):
             folders = [word for word in rest if word.startswith(("./", "requirements"))]
             assert all((ROOT / folder).exists() for folder in folders)
         case (program, "install"):
-            assert Path(sys.executable).with_name(Path(program).name).exists()
+            assert entry_points(group="console_scripts", name=Path(program).name)
         case _:
             pytest.fail("say here how this command is read")
 
