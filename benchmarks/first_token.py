@@ -4,7 +4,7 @@
 
 Two engines of one kind differ by more than 3 %, for as long as they live, so that
 `compare` can not tell such a difference. Here both sides are one engine with H2O:
-a request whose answer may be as long as fits its budget is kept whole, its prompt
+a request whose answer may be as long as fits its budget stays dense, its prompt
 goes through stock's attention and nothing else, as in stock vLLM; one that may
 generate more is scored. They take turns, and both are stopped after a few tokens.
 
@@ -68,7 +68,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(length: int, cached: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """One prompt: scored against kept whole, and the transition."""
+    """One prompt: scored against one that stays dense, and the transition."""
     job = {"length": length, "cached": cached, "model": args.model}
     job |= {"policy": args.policy, "dtype": args.dtype}
     budget = max(-(-length * args.budget // 100), 2 * ENGINE_ARGS["block_size"])
@@ -76,9 +76,9 @@ def measure(length: int, cached: bool, args: argparse.Namespace) -> dict[str, An
     engines = []
     for _ in range(args.engines):
         turns = run(job | {"budget": length + ROOM}, [fits, fits[::-1]], args.rounds)
-        whole, scored = ([turn[str(n)] for turn in turns] for n in fits)
+        dense, scored = ([turn[str(n)] for turn in turns] for n in fits)
         evicted = run(job | {"budget": budget}, [(fits[1],)], args.rounds)
-        engines.append((whole, scored, [turn[str(fits[1])] for turn in evicted]))
+        engines.append((dense, scored, [turn[str(fits[1])] for turn in evicted]))
     together = summary(*(sum(parts, []) for parts in zip(*engines, strict=True)))
     one = [summary(*parts)["ratio_ttft_and_transition"] for parts in engines]
     head = {"prompt": length, "cached": cached, "budget_tokens": budget}
@@ -86,17 +86,17 @@ def measure(length: int, cached: bool, args: argparse.Namespace) -> dict[str, An
 
 
 def summary(
-    whole: list[list[float]], scored: list[list[float]], evicted: list[list[float]]
+    dense: list[list[float]], scored: list[list[float]], evicted: list[list[float]]
 ) -> dict[str, Any]:
     """Times of tokens by turn, in seconds, as the figures of a cell."""
-    first = [1e3 * t[0] for t in whole]
+    first = [1e3 * t[0] for t in dense]
     lag = [1e3 * late(t) for t in evicted]
-    ratio = spread(s[0] / w[0] for s, w in zip(scored, whole, strict=True))
+    ratio = spread(s[0] / w[0] for s, w in zip(scored, dense, strict=True))
     extra = statistics.median(lag) / statistics.median(first)
     return {
-        "ttft_kept_whole_ms": spread(first),
+        "ttft_dense_ms": spread(first),
         "ratio_ttft": ratio,
-        "kept_whole_second_token_late_ms": spread(1e3 * late(t) for t in whole),
+        "dense_second_token_late_ms": spread(1e3 * late(t) for t in dense),
         "second_token_late_ms": spread(lag),
         "ratio_ttft_and_transition": ratio["median"] + extra,
     }
@@ -175,10 +175,10 @@ def line(cell: dict[str, Any]) -> str:
     ratio, lag = cell["ratio_ttft"], cell["second_token_late_ms"]
     return (
         f"{'cached' if cell['cached'] else 'prompt'} {cell['prompt']}: "
-        f"{cell['ttft_kept_whole_ms']['median']:.1f} ms kept whole; scored over that "
+        f"{cell['ttft_dense_ms']['median']:.1f} ms dense; scored over that "
         f"{ratio['median']:.3f} [{ratio['min']:.3f}, {ratio['max']:.3f}]; "
         f"transition {lag['median']:.1f} ms "
-        f"(kept whole {cell['kept_whole_second_token_late_ms']['median']:.1f}); "
+        f"(dense {cell['dense_second_token_late_ms']['median']:.1f}); "
         f"with it {cell['ratio_ttft_and_transition']:.3f} (by engine "
         f"{', '.join(f'{x:.3f}' for x in cell['ratio_ttft_and_transition_by_engine'])})"
     )

@@ -33,7 +33,7 @@ from benchmarks.heads import placements_of
 from benchmarks.report import spread, write_json
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, c_library, cpu
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, OWN
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.methods import Mean
@@ -41,9 +41,9 @@ from vllm_h2o.policy.options import share_of
 from vllm_h2o.policy.presets import PRESETS
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
-STREAM, STOCK, OURS, BY_HEAD, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
+STREAM, STOCK, OURS, HEADS, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
 PART, MERGING = "mpcache", "h2o merging"
-SYSTEMS = (STREAM, STOCK, OURS, BY_HEAD, PART, MERGING, BARE)
+SYSTEMS = (STREAM, STOCK, OURS, HEADS, PART, MERGING, BARE)
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64  # SmolLM2-135M
 
 
@@ -111,7 +111,7 @@ class State:
         self.block_table = order.view(args.rows, columns).int()
         self.layers = [Pages.view(cache) for cache in self.caches]
         for pages in self.layers:
-            pages.scores.uniform_()
+            pages.attention.uniform_()
             pages.births.zero_()
         config = H2OConfig(budget=self.context)
         layout = SlotLayout.of_blocks(config, size, columns)
@@ -145,7 +145,7 @@ class State:
             STREAM: self.run_stream,
             STOCK: self.run_stock,
             OURS: lambda: self.run_ours(self.uniform),
-            BY_HEAD: lambda: self.run_ours(self.by_head),
+            HEADS: lambda: self.run_ours(self.by_head),
             PART: lambda: self.run_ours([self.part] * len(self.layers)),
             MERGING: lambda: self.run_ours([self.merging] * len(self.layers)),
             BARE: self.run_bare,
@@ -180,7 +180,7 @@ class State:
 
     def run_ours(self, params: Sequence[DecodeParams]) -> None:
         """Our kernel, one step of every layer."""
-        placement = OWN if params[0].placements else ALIKE
+        placement = BY_HEAD if params[0].placements else UNIFORM
         rows = ResidentRows(
             self.block_table,
             torch.full((self.rows,), self.position),
@@ -272,7 +272,7 @@ def _ratios(rates: dict[str, list[float]]) -> dict[str, Any]:
         "h2o_over_stock": over(OURS, STOCK),
         "h2o_over_stream": over(OURS, STREAM),
         "stock_over_stream": over(STOCK, STREAM),
-        "by_head_over_h2o": over(BY_HEAD, OURS),
+        "by_head_over_h2o": over(HEADS, OURS),
         "mpcache_over_h2o": over(PART, OURS),
         "merging_over_h2o": over(MERGING, OURS),
         "share_of_scores_and_graduation": spread(1 - a / b for a, b in pairs),

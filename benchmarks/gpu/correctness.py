@@ -13,9 +13,9 @@ from benchmarks.gpu.prompt import uneven_heads
 from benchmarks.gpu.sizes import FULL
 from benchmarks.gpu.state import random_pages
 from tests.attention.triton_checks import (
-    check_choice,
     check_gate,
     check_scores,
+    check_selection,
     check_step,
     check_transition,
     make_prompt,
@@ -24,7 +24,7 @@ from tests.attention.triton_checks import (
 from tests.attention.triton_heads import check_heads
 from tests.attention.triton_state import DEVICE, make_step, params_of
 from vllm_h2o.attention.ops import DecodeParams
-from vllm_h2o.attention.placements import ALIKE, OWN
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 
@@ -130,8 +130,8 @@ def _check_choice(num_tokens: int, distinct: int, unit: str) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     shape = (FULL.num_kv_heads, num_tokens)
     scores = torch.randint(0, distinct, shape, generator=generator).to(DEVICE) / 4
-    placement = OWN if unit == "by head" else ALIKE
-    check_choice(scores, placement, num_tokens - FULL.window, config, params)
+    placement = BY_HEAD if unit == "by head" else UNIFORM
+    check_selection(scores, placement, num_tokens - FULL.window, config, params)
 
 
 def _prompts():

@@ -15,7 +15,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
 from vllm_h2o.attention.ops import ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
-from vllm_h2o.attention.placements import OWN
+from vllm_h2o.attention.placements import BY_HEAD
 
 Row = dict[str, Any]
 
@@ -88,7 +88,7 @@ def resident(
     placements = None
     if by_head:
         placements = torch.full(
-            (sizes.num_rows,), OWN, dtype=torch.int32, device=device
+            (sizes.num_rows,), BY_HEAD, dtype=torch.int32, device=device
         )
     rows = ResidentRows(
         table.view(sizes.num_rows, -1),

@@ -16,9 +16,9 @@ from benchmarks.gpu.state import random_pages, random_tokens
 from benchmarks.heads import placements_of
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import DecodeParams, ScoredLayer
-from vllm_h2o.attention.ops.triton import choose, compress, observe, score_by_gate
+from vllm_h2o.attention.ops.triton import copy_kept, observe, score_by_gate, select
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, OWN, LayerPlacements
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.gate import Rotation, num_features
 from vllm_h2o.policy.layout import SlotLayout
@@ -62,13 +62,13 @@ def _parts(timed: Timed, sizes: Sizes, device: torch.device) -> dict[str, float]
     """Microseconds by part."""
     attention = prompt_attention(timed, sizes, device)
     window, every = scoring(timed, sizes, device)
-    chosen, moved = transition(timed, sizes, device, by_head=False)
+    kept, moved = transition(timed, sizes, device, by_head=False)
     chosen_by_head, moved_by_head = transition(timed, sizes, device, by_head=True)
     return {
         ATTENTION: attention,
         f"scores of the last {sizes.window} queries": window,
         "scores by the gate": gate(timed, sizes, device),
-        "selection": chosen,
+        "selection": kept,
         "selection and copy": moved,
         SCORING_AND_TRANSITION: window + moved,
         "selection, budgets by head": chosen_by_head,
@@ -98,7 +98,7 @@ def scoring(timed: Timed, sizes: Sizes, device: torch.device) -> tuple[float, fl
     pages = random_pages(num_blocks + 1, sizes, device)
     blocks = torch.randperm(num_blocks, device=device) + 1
     query = random_tokens(sizes.context, sizes.num_heads, sizes, device)
-    state = {"score": torch.zeros(sizes.num_kv_heads, sizes.context, device=device)}
+    state = {"attention": torch.zeros(sizes.num_kv_heads, sizes.context, device=device)}
     params = params_of(sizes)
     first = sizes.context - sizes.window
     lse = torch.zeros(sizes.num_heads, sizes.context, device=device)
@@ -117,7 +117,7 @@ def gate(timed: Timed, sizes: Sizes, device: torch.device) -> float:
     )
     rotation = Rotation(torch.randn(sizes.context, head_size, device=device))
     own = LayerGate(weights, rotation, sizes.num_heads // sizes.num_kv_heads)
-    state = {"score": torch.zeros(sizes.num_kv_heads, sizes.context, device=device)}
+    state = {"attention": torch.zeros(sizes.num_kv_heads, sizes.context, device=device)}
     params = dataclasses.replace(params_of(sizes), gate=own)
     layers, first = [ScoredLayer(pages, state, params)], sizes.context - sizes.window
     return timed(lambda: score_by_gate(layers, blocks, first))
@@ -135,18 +135,18 @@ def transition(
     if by_head:
         params = dataclasses.replace(params, placements=uneven_heads(layers, sizes)[0])
     blocks = torch.randperm(num_blocks, device=device) + 1
-    state = {"score": torch.rand(sizes.num_kv_heads, sizes.context, device=device)}
-    placement = OWN if by_head else ALIKE
+    state = {"attention": torch.rand(sizes.num_kv_heads, sizes.context, device=device)}
+    placement = BY_HEAD if by_head else UNIFORM
     first_query = sizes.context - sizes.window
     arguments = (state, placement, first_query, config, params)
 
     def move() -> None:
-        chosen = choose(*arguments)
-        compress(
-            layers[0], blocks[:dense], blocks[dense:], placement, chosen, state, params
+        kept = select(*arguments)
+        copy_kept(
+            layers[0], blocks[:dense], blocks[dense:], placement, kept, state, params
         )
 
-    return timed(lambda: choose(*arguments)), timed(move)
+    return timed(lambda: select(*arguments)), timed(move)
 
 
 def uneven_heads(layers: list[Pages], sizes: Sizes) -> list[LayerPlacements]:

@@ -17,7 +17,7 @@ def random_pages(num_blocks: int, sizes: Sizes, device: torch.device) -> Pages:
     )  # fmt: skip
     pages.keys.normal_()
     pages.values.normal_()
-    pages.scores.uniform_()
+    pages.attention.uniform_()
     ages = torch.arange(sizes.budget, dtype=torch.int32, device=device)
     pages.births.copy_(ages.view(-1, 1, sizes.block_size).repeat(
         -(-num_blocks // (sizes.budget // sizes.block_size)), 1, 1

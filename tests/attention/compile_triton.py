@@ -27,14 +27,14 @@ from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
-    choose,
-    compress,
+    copy_kept,
     decode_resident,
     observe,
     score_by_gate,
+    select,
 )
 from vllm_h2o.attention.ops.triton.launch import Tuning
-from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.gate import Rotation, num_features
 from vllm_h2o.policy.layout import SlotLayout
@@ -89,10 +89,10 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
             params, placements=placements_of(pages, [512, 1024])
         )
     decode_resident(query, key, key, pages, rows, params, query)
-    blocks, state = torch.arange(4), {"score": torch.zeros(2, block_size)}
+    blocks, state = torch.arange(4), {"attention": torch.zeros(2, block_size)}
     observe(query, pages, blocks, 7, state, params)
-    chosen = choose(state, ALIKE, 0, H2OConfig(), params)
-    compress(pages, blocks, table[0], ALIKE, chosen, state, params)
+    kept = select(state, UNIFORM, 0, H2OConfig(), params)
+    copy_kept(pages, blocks, table[0], UNIFORM, kept, state, params)
     gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
     score_by_gate([ScoredLayer(pages, state, gated)], blocks.int(), 0)
 
@@ -149,11 +149,14 @@ def launch_prompts():
     for num_tokens, num_queries, first in sizes:
         table = torch.zeros(2, 512, dtype=torch.int32)[1, first:]
         query = torch.empty(num_queries, 6, 128, dtype=torch.bfloat16)
-        state, start = {"score": torch.zeros(3, num_tokens)}, num_tokens - num_queries
+        state, start = (
+            {"attention": torch.zeros(3, num_tokens)},
+            num_tokens - num_queries,
+        )
         observe(query, pages, table, start, state, params)
-        placement = OWN if num_tokens > layout.budget else ALIKE
-        chosen = choose(state, placement, start, H2OConfig(), params)
-        compress(pages, table, table, placement, chosen, state, params)
+        placement = BY_HEAD if num_tokens > layout.budget else UNIFORM
+        kept = select(state, placement, start, H2OConfig(), params)
+        copy_kept(pages, table, table, placement, kept, state, params)
         score_by_gate([ScoredLayer(pages, state, gated)], table, start)
 
 

@@ -56,7 +56,7 @@ def copies(built):
 
 
 def is_loaded():
-    return hasattr(c_library.load(FAST), "h2o_choose")
+    return hasattr(c_library.load(FAST), "h2o_select")
 
 
 def test_what_the_cache_has_is_not_built(cache, warned):

@@ -15,7 +15,7 @@ from vllm_h2o.attention.ops import (
     reference,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.merging import NO_THRESHOLD
@@ -151,7 +151,7 @@ def test_kernel_equals_reference(name, heads):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(pages.births[used], expected_pages.births[used])
         torch.testing.assert_close(
-            pages.scores[used], expected_pages.scores[used], rtol=1e-4, atol=1e-6
+            pages.attention[used], expected_pages.attention[used], rtol=1e-4, atol=1e-6
         )
         if params.merge:
             torch.testing.assert_close(
@@ -172,7 +172,7 @@ def test_half_precision(dtype, head_size):
         assert torch.equal(pages.births[used], expected_pages.births[used])
         # Scores are float32 whatever the cache is.
         torch.testing.assert_close(
-            pages.scores[used], expected_pages.scores[used], rtol=1e-4, atol=1e-6
+            pages.attention[used], expected_pages.attention[used], rtol=1e-4, atol=1e-6
         )
 
 
@@ -182,7 +182,7 @@ def test_other_blocks_stay_untouched():
         _, pages, table = run_kernel(number, *arguments)
         others = sorted(set(range(NUM_BLOCKS)) - set(table.flatten().tolist()))
         assert pages.keys[others].isnan().all()
-        assert pages.scores[others].isnan().all()
+        assert pages.attention[others].isnan().all()
 
 
 def test_unsupported_shapes_are_named():
@@ -235,7 +235,7 @@ def decode_by_head(kernel, number, layer, read, merge):
             query = torch.randn(shape, generator=generator).mul(2)
             key, value = torch.randn((2, 1, 3, 64), generator=generator)
             output = torch.full_like(query, float("nan"))
-            placement = OWN if position >= budget else ALIKE
+            placement = BY_HEAD if position >= budget else UNIFORM
             rows = ResidentRows(
                 table,
                 torch.tensor([position]),
@@ -243,11 +243,11 @@ def decode_by_head(kernel, number, layer, read, merge):
                 placements=torch.tensor([placement], dtype=torch.int32),
             )
             if position == budget:
-                scores = layers[layer].scores[table[0].long()]
+                scores = layers[layer].attention[table[0].long()]
                 scores = scores.transpose(0, 1).flatten(1)
                 config = H2OConfig(sinks=4, pooling=1)
-                scored = [ScoredLayer(layers[layer], {"score": scores}, params)]
-                kernel.transition(scored, table[0], table[0], OWN, 0, config)
+                scored = [ScoredLayer(layers[layer], {"attention": scores}, params)]
+                kernel.transition(scored, table[0], table[0], BY_HEAD, 0, config)
             kernel.decode_resident(
                 query, key, value, layers[layer], rows, params, output
             )
@@ -289,8 +289,8 @@ def decode_splits(kernel, read, merge, apart=False):
         query = torch.randn(3, 9, 64, generator=generator).mul(2)
         key, value = torch.randn(2, 3, 3, 64, generator=generator)
         output = torch.full_like(query, float("nan"))
-        parted = position >= params.layout.budget
-        placements = torch.arange(3, dtype=torch.int32) * parted
+        switched = position >= params.layout.budget
+        placements = torch.arange(3, dtype=torch.int32) * switched
         for i in torch.arange(3).split(1 if apart else 3):
             at, never = torch.full((len(i),), position), torch.zeros(len(i)).long()
             rows = ResidentRows(blocks[i], at, never, placements=placements[i])
@@ -305,13 +305,13 @@ def decode_splits(kernel, read, merge, apart=False):
 
 def part_in_place(kernel, pages, blocks, index, params):
     """A request has filled the budget: its heads get their own slots."""
-    scores = pages.scores[blocks.long()].transpose(0, 1).flatten(1)
-    layer = ScoredLayer(pages, {"score": scores}, params)
+    scores = pages.attention[blocks.long()].transpose(0, 1).flatten(1)
+    layer = ScoredLayer(pages, {"attention": scores}, params)
     config = H2OConfig(sinks=4, pooling=1)
     kernel.transition([layer], blocks, blocks, index, 0, config)
 
 
-@pytest.mark.parametrize(("position", "placement"), [(47, ALIKE), (199, OWN)])
+@pytest.mark.parametrize(("position", "placement"), [(47, UNIFORM), (199, BY_HEAD)])
 def test_heads_are_chosen_for_together_as_each_alone(position, placement):
     """Heads 0 and 2 are poor: no spans for them, whatever the others get."""
     blocks = [[2, 5, 1, 3], [4, 1, 5, 3]]
@@ -319,16 +319,16 @@ def test_heads_are_chosen_for_together_as_each_alone(position, placement):
     pages = [Pages.view(make_cache(torch.float32, 4, 64, 16)) for _ in blocks]
     params = replace(params_of(), placements=placements_of(pages, 0, blocks))
     scores = torch.rand(4, position + 1)
-    chosen = reference.choose({"score": scores}, placement, 0, config, params)
+    kept = reference.select({"attention": scores}, placement, 0, config, params)
     layouts = params.layouts_of(placement, 4)
     for head, layout in enumerate(layouts):
         pooling = 1 if layout.budget < 48 else 7
         mine = scores[head : head + 1]
         positions, slots = select_residents(mine, pooling, layout)
-        held = chosen.positions[head] >= 0
-        assert torch.equal(chosen.positions[head, held], positions[0])
-        assert torch.equal(chosen.slots[head, held], slots)
-        assert (chosen.slots[head, ~held] == -1).all()
+        held = kept.positions[head] >= 0
+        assert torch.equal(kept.positions[head, held], positions[0])
+        assert torch.equal(kept.slots[head, held], slots)
+        assert (kept.slots[head, ~held] == -1).all()
 
 
 def test_padding_touches_no_page():
@@ -342,11 +342,11 @@ def test_padding_touches_no_page():
     output = torch.full_like(query, float("nan"))
     cpu.decode_resident(query, key, key, pages, rows, params_of(), output)
     assert output[0].eq(0).all() and output[1].isfinite().all()
-    assert pages.keys[:7].isnan().all() and pages.scores[:7].isnan().all()
+    assert pages.keys[:7].isnan().all() and pages.attention[:7].isnan().all()
 
 
 def test_before_its_first_query_a_row_leaves_all_scores_alone():
-    """Rows that are kept whole share pages."""
+    """Rows that stay dense share pages."""
     params, dtype = params_of(), torch.float32
     shared, own = 5, (9, 2)
     results = []
@@ -368,7 +368,7 @@ def test_before_its_first_query_a_row_leaves_all_scores_alone():
         results.append((output, pages))
     (expected, expected_pages), (actual, pages) = results
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    assert pages.scores.isnan().all()
+    assert pages.attention.isnan().all()
     for name in ("keys", "values", "births"):
         torch.testing.assert_close(
             getattr(pages, name), getattr(expected_pages, name), equal_nan=True

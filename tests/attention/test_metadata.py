@@ -11,7 +11,7 @@ from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
 from vllm_h2o.attention import metadata as metadata_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
 from vllm_h2o.attention.metadata import StepRows, _select_rows
-from vllm_h2o.attention.placements import OWN
+from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -29,7 +29,7 @@ ROWS = {
 
 
 class Layer:
-    """Stands where vLLM's layers whose heads part ways do."""
+    """Stands where vLLM's layers whose heads have budgets of their own do."""
 
     def __init__(self):
         self.impl, self.kv_cache = self, None
@@ -68,17 +68,19 @@ def build(scheduled, batch, **given):
         slot_mapping=torch.arange(int(starts[-1])),
         **given,
     )
-    parted = []
+    switched = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metadata_module, "transition", lambda *args: parted.append(args))
+        patch.setattr(
+            metadata_module, "transition", lambda *args: switched.append(args)
+        )
         metadata = builder.build(0, common)
     if "fills" not in batch:
-        assert not parted
+        assert not switched
         return metadata, common, spec
-    ((layers, source, target, placement, first_query, policy),) = parted
+    ((layers, source, target, placement, first_query, policy),) = switched
     assert layers == [layer] and source is target
     assert target.tolist() == filled_blocks(common, spec, batch)
-    assert (placement, first_query, policy) == (OWN, 0, spec.h2o)
+    assert (placement, first_query, policy) == (BY_HEAD, 0, spec.h2o)
     return metadata, common, spec
 
 

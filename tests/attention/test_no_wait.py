@@ -138,14 +138,14 @@ def layers(request, engine, launched):
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_decode(engine, layers, launched, padding):
-    """Also in a step in which heads part ways."""
+    """Also in a step in which heads switch to their own budgets."""
     builder, _ = engine
     rows = {**DECODES, "fills": RowPlan(64, 1, 33, 0, 64)}
     metadata, _ = build(builder, rows, padding, guard=no_waiting)
     with no_waiting():
         forward(layers, metadata, len(rows) + padding)
-    parting = TRANSITION * len(builder.parting)
-    assert launched == parting + DECODE * len(layers)
+    switch = TRANSITION * len(builder.by_head)
+    assert launched == switch + DECODE * len(layers)
 
 
 def test_decode_beside_prompts(engine, layers, launched):

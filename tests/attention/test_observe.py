@@ -42,7 +42,7 @@ def scores_of(op, prompt, first_query, params, chunks=()):
     bounds = [first_query, *chunks, num_tokens]
     for start, stop in zip(bounds, bounds[1:], strict=False):
         held = blocks[: -(-stop // pages.block_size)]
-        op(query[start:stop], pages, held, start, {"score": scores}, params)
+        op(query[start:stop], pages, held, start, {"attention": scores}, params)
     return scores
 
 
@@ -132,7 +132,7 @@ def test_attending_in_the_same_pass(scoring, heads, dtype):
             scores = torch.rand(heads[1], num_tokens, generator=torch.manual_seed(1))
             output = torch.full((num_tokens - first, 2 * heads[0], 80), float("nan"))
             output = output.to(dtype)[:, heads[0] :]
-            state = {"score": scores}
+            state = {"attention": scores}
             op(queries, pages, blocks, first, skipped, state, params, output)
             results.append((output, scores))
         (expected, expected_scores), (actual, scores) = results
@@ -151,7 +151,7 @@ def test_attending_in_tiles(threads):
         expected, actual = torch.empty(2, 900, 5, 16)
         scores = torch.zeros(2, 1, 2900)
         arguments = (query[2000:], pages, blocks, 2000, 0)
-        states = [{"score": mine} for mine in scores]
+        states = [{"attention": mine} for mine in scores]
         reference.attend_observed(*arguments, states[0], params_of(), expected)
         cpu.attend_observed(*arguments, states[1], params_of(), actual)
     finally:
@@ -177,6 +177,6 @@ def with_values(prompt):
 
 def test_unsupported_dtype_is_named():
     query, pages, blocks = make_prompt(20, (4, 2))
-    state = {"score": torch.zeros(2, 20)}
+    state = {"attention": torch.zeros(2, 20)}
     with pytest.raises(ValueError, match="--dtype"):
         cpu.observe(query.double(), pages, blocks, 0, state, CASES["decay"])

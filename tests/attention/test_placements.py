@@ -6,7 +6,7 @@ import torch
 from tests.attention.test_decode import make_cache
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import (
-    ALIKE,
+    UNIFORM,
     BudgetPlacements,
     PlacementTable,
     RequestPlacements,
@@ -36,7 +36,7 @@ def split(requests, name, num_tokens=300, budget=BUDGET_BLOCKS * BLOCK):
     """Blocks of the layers' first heads, where the first layer is preferred by far."""
     states = [
         {
-            "score": torch.zeros(NUM_HEADS, num_tokens),
+            "attention": torch.zeros(NUM_HEADS, num_tokens),
             "square": torch.full((NUM_HEADS, num_tokens), square),
             "entropy": torch.ones(NUM_HEADS, num_tokens),
         }
@@ -61,7 +61,7 @@ def test_the_running_have_places_and_those_that_are_gone_make_room(requests):
     requests.drop("never seen")
     assert not requests.has("a")
     split(requests, "c")
-    assert requests.index("c") not in (ALIKE, requests.index("b"))
+    assert requests.index("c") not in (UNIFORM, requests.index("b"))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
     layers = requests.table.layers
     table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, end)
     budgets = BudgetPlacements(table, CONFIG, layout, 4, split)
-    assert budgets.alike_index(layout.budget) == ALIKE and not made
+    assert budgets.uniform_index(layout.budget) == UNIFORM and not made
     for budget in (32, 48, 48, 32):  # there is room for one
-        assert budgets.alike_index(budget) == 2
+        assert budgets.uniform_index(budget) == 2
         sizes = table.sizes[:, 2, :, 0]
         assert (sizes == budget).all()
         assert table.placement(2).budget == budget
@@ -116,5 +116,5 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
             assert table.sizes[:, 3, 0, 0].tolist() == wanted
     assert made == ([32, 48, 32] if by_head else [])
     both = BudgetPlacements(table, CONFIG, layout, end, split)
-    assert {both.alike_index(32), both.alike_index(48)} == {2, 4}
-    assert both.alike_index(32) != both.alike_index(48)
+    assert {both.uniform_index(32), both.uniform_index(48)} == {2, 4}
+    assert both.uniform_index(32) != both.uniform_index(48)

@@ -44,10 +44,10 @@ def scores_of(op, dtype, head_size, block_size, num_tokens, rotations):
         # Features are of size 1, so that this is of both signs.
         weights = torch.randn(shape, generator=generator) / head_size**0.5
         gate = LayerGate(weights, turned, GROUP)
-        state = {"score": torch.full((HEADS, num_tokens), float("nan"))}
+        state = {"attention": torch.full((HEADS, num_tokens), float("nan"))}
         layers.append(ScoredLayer(pages, state, replace(params, gate=gate)))
     op(layers, PROMPT, num_tokens // 2)
-    return torch.stack([layer.state["score"] for layer in layers])
+    return torch.stack([layer.state["attention"] for layer in layers])
 
 
 def check(dtype, head_size, block_size, num_tokens, rotations):

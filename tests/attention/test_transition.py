@@ -15,7 +15,7 @@ from tests.attention.test_decode import (
     threads,
 )
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, cpu, reference
-from vllm_h2o.attention.placements import ALIKE, OWN
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
 
 BLOCKS = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
@@ -42,13 +42,13 @@ def make_layers(dtype, blocks, num_tokens, params, by_head):
         constants = params
         if by_head:
             constants = replace(params, placements=placements_of(pages, i, blocks))
-        layers.append(ScoredLayer(mine, {"score": scores}, constants))
+        layers.append(ScoredLayer(mine, {"attention": scores}, constants))
     return layers
 
 
 def placement_of(num_tokens, source, by_head):
     """Own ones for those that fill the budget: their prompt does, or they part."""
-    return OWN if by_head and (num_tokens > BUDGET or source is TABLE) else ALIKE
+    return BY_HEAD if by_head and (num_tokens > BUDGET or source is TABLE) else UNIFORM
 
 
 def check(num_tokens, source, config, dtype=torch.float32, by_head=True):
@@ -64,7 +64,7 @@ def check(num_tokens, source, config, dtype=torch.float32, by_head=True):
     expected_pages, *kernels = results
     pairs = [zip(expected_pages, pages, strict=True) for pages in kernels]
     for expected, actual in chain(*pairs):
-        for name in ("keys", "values", "scores", "births"):
+        for name in ("keys", "values", "attention", "births"):
             torch.testing.assert_close(
                 getattr(actual, name), getattr(expected, name),
                 rtol=0, atol=0, equal_nan=True, msg=name,
@@ -81,7 +81,7 @@ def test_a_prompt(dtype, num_tokens, by_head):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parting_in_place(dtype):
+def test_switch_to_head_budgets_in_place(dtype):
     """Sources are overwritten; rich heads keep all, where they are."""
     config = H2OConfig(sinks=4, pooling=3)
     check(BUDGET, TABLE, config, dtype)

@@ -53,7 +53,7 @@ def test_step_equals_reference(name):
     positions = [0, 5, budget - 1, budget, budget + size, budget + 37]
     step = make_step(params, positions, heads=(6, 2))
     blocks = step.rows.block_table[3].long()
-    step.pages.scores[blocks[params.layout.heavy_slots // size], 0] = 0.0
+    step.pages.attention[blocks[params.layout.heavy_slots // size], 0] = 0.0
     moved = graduated(step, check_step(step))[3:]
     # Both outcomes of the competition are met.
     assert moved.any() == (params.layout.pinned_slots < params.layout.heavy_slots)
@@ -109,8 +109,8 @@ def one_head(leaving_score, heavy_score=1.0, **options):
     """A row at position 50 whose heavy scores are equal, ring as given."""
     step = make_step(params_of(**options), [50], heads=(1, 1))
     block = step.rows.block_table[0].long()
-    step.pages.scores[block[:2]] = heavy_score
-    step.pages.scores[block[2], 0, 2] = leaving_score
+    step.pages.attention[block[:2]] = heavy_score
+    step.pages.attention[block[2], 0, 2] = leaving_score
     return step, step.pages.births[block[:2], 0].flatten()
 
 
@@ -143,7 +143,7 @@ def test_means_that_differ_by_rounding(ulps):
     step, before = one_head(leaving, mean=True, sinks=0)
     step.rows.first_queries.zero_()
     blocks = step.rows.block_table[0, :2].long()
-    step.pages.scores[blocks] = (50 - step.pages.births[blocks]) * 0.1
+    step.pages.attention[blocks] = (50 - step.pages.births[blocks]) * 0.1
     # Every quotient rounds to 0.1 or above, but for 41 queries: 0.1 - 1 ulp.
     graduates = not torch.equal(heavy_births(step, check_step(step)), before)
     assert graduates == bool(ulps or (before == 50 - 41).any())
@@ -153,7 +153,7 @@ def test_rows_of_zeros_touch_block_zero_only():
     """Dummy and padding rows, whatever position they carry."""
     step = make_step(params_of(), [0, 30, 48, 63])
     step.rows.block_table.zero_()
-    step.pages.scores[0], step.pages.births[0] = 0.0, 0
+    step.pages.attention[0], step.pages.births[0] = 0.0, 0
     step.pages.keys[0], step.pages.values[0] = 0.0, 0.0
     _, pages = step.run(decode_resident, scratch=step.scratch(3, 16))
     page = pages.page_stride
@@ -171,7 +171,7 @@ def test_padding_rows_touch_nothing():
     assert (output[1] == 0).all()
     torch.testing.assert_close(output[[0, 2]], expected[[0, 2]])
     block = step.rows.block_table[1].long()
-    for name in ("keys", "values", "scores", "births"):
+    for name in ("keys", "values", "attention", "births"):
         before, after = getattr(step.pages, name), getattr(pages, name)
         torch.testing.assert_close(after[block], before[block], equal_nan=True)
         torch.testing.assert_close(
@@ -180,13 +180,13 @@ def test_padding_rows_touch_nothing():
 
 
 def test_before_its_first_query_a_row_leaves_all_scores_alone():
-    """Rows that are kept whole share pages."""
+    """Rows that stay dense share pages."""
     step = make_step(params_of(), [20, 37, 45], heads=(4, 2))
     step.rows.first_queries[:2] = 48
     pages = check_step(step)
     for row, scores in enumerate([False, False, True]):
         blocks = step.rows.block_table[row].long()
-        before, after = step.pages.scores[blocks], pages.scores[blocks]
+        before, after = step.pages.attention[blocks], pages.attention[blocks]
         same = (before == after) | (before.isnan() & after.isnan())
         assert same.all() != scores
 
@@ -208,7 +208,7 @@ def test_strided_arguments():
     column_major = Pages.view(
         cache.as_strided((len(cache), 2, 16, 128), (2 * 16 * 130, 16 * 128, 128, 1))
     )
-    for name in ("keys", "values", "scores", "births"):
+    for name in ("keys", "values", "attention", "births"):
         getattr(column_major, name).copy_(getattr(step.pages, name))
     check_step(
         dataclasses.replace(
@@ -231,7 +231,7 @@ def test_without_scores():
     actual, pages = step.run(decode_resident, scratch=scratch, scored=False)
     torch.testing.assert_close(actual, expected, **TOLERANCE[torch.float32])
     torch.testing.assert_close(
-        pages.scores, step.pages.scores, rtol=0, atol=0, equal_nan=True
+        pages.attention, step.pages.attention, rtol=0, atol=0, equal_nan=True
     )
     assert scratch.logits.isnan().all()
 
@@ -275,7 +275,7 @@ def test_launcher_reads_no_value(monkeypatch):
     step = make_step(params_of(), [5, 60], heads=(6, 2))
     names = ("keys", "values", "births")
     pages = {name: getattr(step.pages, name).to("meta") for name in names}
-    pages["state"] = {"score": step.pages.scores.to("meta")}
+    pages["state"] = {"attention": step.pages.attention.to("meta")}
     decode_resident(
         step.query.to("meta"), step.key.to("meta"), step.value.to("meta"),
         dataclasses.replace(step.pages, **pages),

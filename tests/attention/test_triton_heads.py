@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.triton_checks import TOLERANCE, check_choice
+from tests.attention.triton_checks import TOLERANCE, check_selection
 from tests.attention.triton_heads import (
     CONFIG,
     check_heads,
@@ -15,10 +15,10 @@ from tests.attention.triton_heads import (
 from tests.attention.triton_state import DEVICE, clone, content
 from vllm_h2o.attention.ops import reference
 from vllm_h2o.attention.ops.triton import (
-    compress,
+    copy_kept,
     launch,
 )
-from vllm_h2o.attention.placements import OWN
+from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.policy.methods import Mean, Sum
 
 
@@ -57,19 +57,19 @@ def test_tiles_of_scores(monkeypatch):
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_parting_in_place(layer):
+def test_switch_to_head_budgets_in_place(layer):
     """Slots are sources and targets at once; nothing is overwritten unread."""
     layers, table = make_layers(torch.float32, 64, 16, 1)
     results = []
-    for copy, device in ((reference.compress, "cpu"), (compress, DEVICE)):
+    for copy, device in ((reference.copy_kept, "cpu"), (copy_kept, DEVICE)):
         own = [clone(pages, device) for pages in layers]
         params = params_of(own, layer, 16)
         blocks = table[0].to(device)
-        scores = own[layer].scores[blocks.long()].transpose(0, 1).flatten(1)
-        chosen = check_choice(scores, OWN, 9, CONFIG, params)
-        assert {*(chosen.slots >= 0).sum(dim=1).tolist()} <= {16, 32, 48}
-        state = {"score": scores}
-        copy(own[layer], blocks, blocks, OWN, chosen, state, params)
+        scores = own[layer].attention[blocks.long()].transpose(0, 1).flatten(1)
+        kept = check_selection(scores, BY_HEAD, 9, CONFIG, params)
+        assert {*(kept.slots >= 0).sum(dim=1).tolist()} <= {16, 32, 48}
+        state = {"attention": scores}
+        copy(own[layer], blocks, blocks, BY_HEAD, kept, state, params)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
@@ -83,13 +83,15 @@ def test_transition_into_borrowed_pages(dtype):
     dense, resident = table[:2].flatten()[:5], table[2]
     scores = torch.rand(2, 77, generator=torch.Generator().manual_seed(2))
     results = []
-    for copy, device in ((reference.compress, "cpu"), (compress, DEVICE)):
+    for copy, device in ((reference.copy_kept, "cpu"), (copy_kept, DEVICE)):
         own = [clone(pages, device) for pages in layers]
         params = params_of(own, 0, 16)
-        state = {"score": scores.to(device)}
-        chosen = check_choice(state["score"], OWN, 60, CONFIG, params)
-        assert (chosen.slots >= 0).sum(dim=1).tolist() == [16, 77]
-        copy(own[0], dense.to(device), resident.to(device), OWN, chosen, state, params)
+        state = {"attention": scores.to(device)}
+        kept = check_selection(state["attention"], BY_HEAD, 60, CONFIG, params)
+        assert (kept.slots >= 0).sum(dim=1).tolist() == [16, 77]
+        copy(
+            own[0], dense.to(device), resident.to(device), BY_HEAD, kept, state, params
+        )
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
@@ -106,7 +108,7 @@ def test_tables_reach_past_every_budget():
     params = params_of(layers, 0, 16)
     assert params.largest_budget == 80
     distance = layers[1].keys.data_ptr() - layers[0].keys.data_ptr()
-    lent = params.placements.pages(OWN)[1][3:]
+    lent = params.placements.pages(BY_HEAD)[1][3:]
     assert {page.layer for page in lent} <= {1, 2}
     at = [page.layer for page in lent].index(1)
     assert params.head_tables[2][2 + 1, 3 + at] == distance // 2

@@ -67,10 +67,16 @@ def test_given_log_sum_exp_is_used():
     hidden = torch.ones(9, 100, device=DEVICE).triu(92).bool()
     lse = logits.masked_fill(hidden, float("-inf")).logsumexp(-1)
     computed, given, halved = torch.zeros(3, 2, 100, device=DEVICE)
-    observe(query, pages, dense, 91, {"score": computed}, scoring_params())
-    observe(query, pages, dense, 91, {"score": given}, scoring_params(), lse=lse)
+    observe(query, pages, dense, 91, {"attention": computed}, scoring_params())
+    observe(query, pages, dense, 91, {"attention": given}, scoring_params(), lse=lse)
     observe(
-        query, pages, dense, 91, {"score": halved}, scoring_params(), lse=lse + 2**0.5
+        query,
+        pages,
+        dense,
+        91,
+        {"attention": halved},
+        scoring_params(),
+        lse=lse + 2**0.5,
     )
     torch.testing.assert_close(given, computed, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(halved, computed / torch.e ** (2**0.5))

@@ -6,18 +6,22 @@ import pytest
 import torch
 
 from tests.attention.test_decode import make_cache
-from tests.attention.triton_checks import WITH_KERNELS, check_choice, check_same_choice
+from tests.attention.triton_checks import (
+    WITH_KERNELS,
+    check_same_selection,
+    check_selection,
+)
 from tests.attention.triton_state import DEVICE, empty_pages
 from vllm_h2o.attention.ops import (
-    Chosen,
     DecodeParams,
+    Kept,
     ScoredLayer,
     cpu,
     reference,
 )
 from vllm_h2o.attention.ops.triton import selection
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 from vllm_h2o.policy.placement import Placement
@@ -32,19 +36,19 @@ def check(scores, layout=LAYOUT, config=SUM):
     num_tokens = scores.shape[1]
     params = DecodeParams(layout, 1.0, 0.0, config.method)
     first_query = first_observer(config, num_tokens)
-    return check_both(scores, ALIKE, first_query, config, params)
+    return check_both(scores, UNIFORM, first_query, config, params)
 
 
 def check_both(scores, *args):
-    """Return the choice in Triton; the one in C is the reference's, too."""
+    """Return the selection in Triton; the one in C is the reference's, too."""
     *args, params = args
-    expected = reference.choose({"score": scores.cpu()}, *args, params)
-    # The choice asks of the pages how many heads there are, and nothing else.
+    expected = reference.select({"attention": scores.cpu()}, *args, params)
+    # The selection asks of the pages how many heads there are, and nothing else.
     pages = Pages.view(make_cache(torch.float32, len(scores), 16, 16))
-    layer = ScoredLayer(pages, {"score": scores.cpu().contiguous()}, params)
-    positions, slots = cpu.choose([layer], *args).tokens[:, 0]
-    check_same_choice(Chosen(positions, slots), expected)
-    return check_choice(scores, *args, params)
+    layer = ScoredLayer(pages, {"attention": scores.cpu().contiguous()}, params)
+    positions, slots = cpu.select([layer], *args).tokens[:, 0]
+    check_same_selection(Kept(positions, slots), expected)
+    return check_selection(scores, *args, params)
 
 
 def random(num_tokens, num_kv_heads=3, distinct=None):
@@ -68,9 +72,9 @@ def test_lengths(num_tokens, pooling):
 def test_ties(monkeypatch, distinct, tile):
     """All equal and zero, two values, five: of equals the first, across tiles."""
     monkeypatch.setattr(selection, "_SELECT_TILE", tile)
-    chosen = check(random(701, distinct=distinct))
+    kept = check(random(701, distinct=distinct))
     if distinct == 1:
-        assert chosen.positions[0, :32].tolist() == [*range(32)]
+        assert kept.positions[0, :32].tolist() == [*range(32)]
 
 
 def test_values_that_differ_in_their_last_bit():
@@ -122,7 +126,7 @@ def test_whole_blocks_by_mean():
     check(random(433), layout, H2OConfig(eviction_unit="block"))
 
 
-# At 63 heads have not parted, at 64 two keep all, at 112 the richest still does.
+# At 63 heads have not switched, at 64 two keep all, at 112 the richest still does.
 @pytest.mark.parametrize("num_tokens", [63, 64, 65, 112, 113, 500])
 @pytest.mark.parametrize("distinct", [None, 3])
 def test_budgets_by_head(num_tokens, distinct):
@@ -136,11 +140,11 @@ def test_budgets_by_head(num_tokens, distinct):
     params = DecodeParams(layout, 1.0, 0.0, config.method, own)
     scores = random(num_tokens, 4, distinct).to(DEVICE)
     first_query = first_observer(config, num_tokens)
-    for placement in {OWN if num_tokens > 64 else ALIKE, OWN}:
-        chosen = check_both(scores, placement, first_query, config, params)
+    for placement in {BY_HEAD if num_tokens > 64 else UNIFORM, BY_HEAD}:
+        kept = check_both(scores, placement, first_query, config, params)
         budgets = [x.budget for x in params.layouts_of(placement, 4)]
-        kept = (chosen.positions >= 0).sum(dim=1).tolist()
-        assert kept == [min(num_tokens, budget) for budget in budgets]
+        counts = (kept.positions >= 0).sum(dim=1).tolist()
+        assert counts == [min(num_tokens, budget) for budget in budgets]
 
 
 def test_rows_with_a_stride():

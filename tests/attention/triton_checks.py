@@ -13,13 +13,13 @@ from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import DecodeParams, ScoredLayer, reference
 from vllm_h2o.attention.ops.triton import (
-    choose,
-    compress,
+    copy_kept,
     decode_resident,
     observe,
     score_by_gate,
+    select,
 )
-from vllm_h2o.attention.placements import ALIKE
+from vllm_h2o.attention.placements import UNIFORM
 from vllm_h2o.policy.gate import Rotation, num_features
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 from vllm_h2o.policy.methods import Sum, fused_prompt_form_of
@@ -45,11 +45,11 @@ def check_step(step, num_splits=3, tile_slots=16):
     actual, pages = step.run(decode_resident, scratch=scratch)
     torch.testing.assert_close(actual, expected, **TOLERANCE[step.query.dtype])
     torch.testing.assert_close(
-        pages.scores, expected_pages.scores, rtol=1e-4, atol=1e-6, equal_nan=True
+        pages.attention, expected_pages.attention, rtol=1e-4, atol=1e-6, equal_nan=True
     )
     # What remains is moved, not computed: equal to the bit, also where nobody
     # may write.
-    expected_pages.scores.copy_(pages.scores)
+    expected_pages.attention.copy_(pages.attention)
     assert torch.equal(content(pages), content(expected_pages))
     return pages
 
@@ -97,9 +97,11 @@ def check_gate(prompt, num_tokens=149, rotary_dim=16):
     params = replace(scoring_params(), gate=gate)
     found = []
     for op in (reference.score_by_gate, score_by_gate):
-        state = {"score": torch.full((heads, num_tokens), float("nan"), device=DEVICE)}
+        state = {
+            "attention": torch.full((heads, num_tokens), float("nan"), device=DEVICE)
+        }
         op([ScoredLayer(pages, state, params)], dense.int(), num_tokens // 2)
-        found.append(state["score"])
+        found.append(state["attention"])
     expected, actual = found
     assert 0.2 < (expected > 0).float().mean() < 0.8
     error = 2e-6 * float(expected.max())
@@ -113,8 +115,8 @@ def check_scores(prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None)
     if scores is None:
         scores = torch.zeros(pages.keys.shape[1], num_tokens, device=DEVICE)
     expected, params = scores.clone(), scoring_params(decay, softcap)
-    reference.observe(query, pages, dense, first, {"score": expected}, params)
-    observe(query, pages, dense, first, {"score": scores}, params)
+    reference.observe(query, pages, dense, first, {"attention": expected}, params)
+    observe(query, pages, dense, first, {"attention": scores}, params)
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -129,18 +131,18 @@ def poisoned():
         torch.use_deterministic_algorithms(False)
 
 
-def check_choice(scores, placement, first_query, config, params):
+def check_selection(scores, placement, first_query, config, params):
     """Both choose the same tokens for the same slots, ties included; return them."""
-    expected = reference.choose(
-        {"score": scores.cpu()}, placement, first_query, config, params
+    expected = reference.select(
+        {"attention": scores.cpu()}, placement, first_query, config, params
     )
     with poisoned():
-        actual = choose({"score": scores}, placement, first_query, config, params)
-    check_same_choice(actual, expected)
+        actual = select({"attention": scores}, placement, first_query, config, params)
+    check_same_selection(actual, expected)
     return actual
 
 
-def check_same_choice(actual, expected):
+def check_same_selection(actual, expected):
     """The same tokens and slots, with room for more at the end of each row perhaps."""
     for mine, theirs in (
         (actual.positions, expected.positions),
@@ -162,8 +164,8 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     scores = scores.to(DEVICE)
     params = DecodeParams(layout, SCALE, 0.0, config.method)
     first_query = first_observer(config, num_tokens)
-    chosen = check_choice(scores, ALIKE, first_query, config, params)
+    kept = check_selection(scores, UNIFORM, first_query, config, params)
     expected = clone(pages)
-    for copy, into in ((reference.compress, expected), (compress, pages)):
-        copy(into, dense, resident, ALIKE, chosen, {"score": scores}, params)
+    for copy, into in ((reference.copy_kept, expected), (copy_kept, pages)):
+        copy(into, dense, resident, UNIFORM, kept, {"attention": scores}, params)
     assert torch.equal(content(pages), content(expected))

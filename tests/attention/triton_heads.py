@@ -11,7 +11,7 @@ from tests.attention.triton_checks import TOLERANCE
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages, packed
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, reference
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
-from vllm_h2o.attention.placements import ALIKE, OWN, PlacementTable
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
@@ -34,7 +34,7 @@ def make_layers(dtype, head_size, size, num_rows):
         for name in ("keys", "values"):
             part = getattr(pages, name)[held]
             part.copy_(torch.randn(part.shape, generator=generator))
-        part = pages.scores[held]
+        part = pages.attention[held]
         part.copy_(torch.randint(1, 9, part.shape, generator=generator) / 4)
         part = pages.births[held]
         part.copy_(torch.randint(0, 2 * size, part.shape, generator=generator))
@@ -64,7 +64,9 @@ def check_heads(
 
     tokens = random(2 * group) * 2, random(2), random(2)
     budget = BUDGET_BLOCKS * size
-    placements = torch.tensor([OWN if p >= budget else ALIKE for p in positions]).int()
+    placements = torch.tensor(
+        [BY_HEAD if p >= budget else UNIFORM for p in positions]
+    ).int()
     rows = (table, torch.tensor(positions), torch.tensor([9] * len(positions)))
     results = []
     for op, device in ((reference.decode_resident, "cpu"), (decode_resident, DEVICE)):
@@ -76,7 +78,7 @@ def check_heads(
             *(tensor.to(device) for tensor in rows), placements=placements.to(device)
         )
         if op is decode_resident:
-            most = int(params.placements.sizes[OWN, :, 0].sum())
+            most = int(params.placements.sizes[BY_HEAD, :, 0].sum())
             starts, end = packed(*rows[1:], 2, max(most, 2 * budget))
             scratch = DecodeScratch.allocate(
                 len(positions), 2 * group, 2, head_size, params.layout.budget,
@@ -96,9 +98,9 @@ def check_heads(
         actual_layers, expected_layers, layers, strict=True
     ):
         torch.testing.assert_close(
-            mine.scores, theirs.scores, rtol=1e-4, atol=1e-6, equal_nan=True
+            mine.attention, theirs.attention, rtol=1e-4, atol=1e-6, equal_nan=True
         )
-        theirs.scores.copy_(mine.scores)
+        theirs.attention.copy_(mine.attention)
         assert torch.equal(content(mine), content(theirs))
         assert torch.equal(content(mine)[: 2 * mine.page_stride], _start(before))
     return layers, actual_layers

@@ -63,13 +63,13 @@ def clone(pages, device=None):
     device = device or pages.keys.device
     raw = content(pages).to(device, copy=True).untyped_storage()
     own = {}
-    for name in ("keys", "values", "scores", "births"):
+    for name in ("keys", "values", "attention", "births"):
         view = getattr(pages, name)
         tensor = torch.empty(0, dtype=view.dtype, device=device)
         own[name] = tensor.set_(raw, view.storage_offset(), view.shape, view.stride())
     keys, values, scores, births = own.values()
     sizes = pages.page_stride, pages.state_offset
-    return Pages(keys, values, {"score": scores}, births, *sizes)
+    return Pages(keys, values, {"attention": scores}, births, *sizes)
 
 
 def content(pages):
@@ -140,7 +140,7 @@ class Step:
         )  # fmt: skip
         for tensor in (scratch.logits, scratch.outputs, scratch.maxima, scratch.sums):
             tensor.fill_(float("nan"))
-        scratch.leaving_scores.fill_(float("nan"))
+        scratch.leaving_attention.fill_(float("nan"))
         scratch.losers.fill_(1)
         return scratch
 
@@ -172,7 +172,7 @@ def make_step(
             pages.values[block, head, offset] = random(len(slots), head_size)
             # Few distinct scores, so that equal ones meet.
             scores = torch.randint(1, 9, (len(slots),), generator=generator) / 4
-            pages.scores[block, head, offset] = scores
+            pages.attention[block, head, offset] = scores
             pages.births[block, head, offset] = births
     rows = ResidentRows(
         table,
@@ -195,8 +195,8 @@ def _tokens(layout, position, generator):
     ring_start = ring_end - layout.recent_slots
     ring = [(layout.slot(p), p) for p in range(ring_start, position)]
     older = torch.randperm(ring_start - layout.sinks, generator=generator)
-    chosen = older[: layout.heavy_slots - layout.sinks] + layout.sinks
+    kept = older[: layout.heavy_slots - layout.sinks] + layout.sinks
     if layout.whole_blocks:
-        chosen = chosen.sort().values
-    births = [*range(layout.sinks), *chosen.tolist()]
+        kept = kept.sort().values
+    births = [*range(layout.sinks), *kept.tolist()]
     return [*enumerate(births), *ring]

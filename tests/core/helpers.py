@@ -31,7 +31,7 @@ from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import h2o_config, settle
 from vllm_h2o.core.spec import H2OAttentionSpec
-from vllm_h2o.policy.gate import WORTH
+from vllm_h2o.policy.gate import NUM_QUERIES
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -118,7 +118,7 @@ class Driver:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self.budget, self.gated = budget, policy == "gate"
-        self.window = WORTH if self.gated else window
+        self.window = NUM_QUERIES if self.gated else window
         self.in_flight: deque[Any] = deque()
         self.names = (f"r{i}" for i in itertools.count())
         self.token = itertools.count(1000)
@@ -233,7 +233,7 @@ class Driver:
         end = manager.prefill_end(name)
         blocks = manager.req_to_blocks[name]
         computed = request.num_computed_tokens
-        if manager.is_kept_whole(name):
+        if manager.stays_dense(name):
             most = request.num_prompt_tokens + request.max_tokens
             assert is_full(request) or most <= max(self.budget_of(request), end + 1)
             assert len(blocks) == -(-computed // BLOCK_SIZE)
@@ -282,10 +282,10 @@ class Driver:
             assert row.decodes == (row.num_computed_tokens >= row.prefill_end)
             if row.decodes:
                 assert row.num_scheduled_tokens == 1
-                assert row.is_kept_whole or self.transitions[name] == 1
+                assert row.stays_dense or self.transitions[name] == 1
             else:
                 assert end <= row.prefill_end
-                ends = end == row.prefill_end and not row.is_kept_whole
+                ends = end == row.prefill_end and not row.stays_dense
                 assert row.is_transition == ends
                 self.transitions[name] += row.is_transition
 

@@ -22,7 +22,7 @@ class AsyncDriver(Driver):
         for name, row in output.h2o_plan.rows.items():
             blocks = self.manager.req_to_blocks[name]
             dense = self.manager.dense_columns
-            moved = row.decodes and not row.is_kept_whole
+            moved = row.decodes and not row.stays_dense
             part = blocks[dense:] if moved else blocks
             reads[name] = {b.block_id for b in part if not b.is_null}
             assert reads[name]

@@ -251,7 +251,7 @@ def test_a_preempted_full_request_stays_full():
         driver.process()
     driver.preempt_all()
     row = driver.schedule().h2o_plan.rows[name]
-    assert row.is_kept_whole and row.prefill_end == 140
+    assert row.stays_dense and row.prefill_end == 140
     driver.drain()
     assert len(driver.outputs[name]) == 40
     assert driver.scheduler.h2o_stats.transitions == 0
@@ -387,7 +387,7 @@ def test_a_preempted_request_within_the_budget_stays_whole():
         driver.process()
     driver.preempt_all()
     row = driver.schedule().h2o_plan.rows[name]
-    assert row.prefill_end == 50 and row.is_kept_whole
+    assert row.prefill_end == 50 and row.stays_dense
     driver.drain()
 
 

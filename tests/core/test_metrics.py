@@ -43,7 +43,7 @@ class Front:
 
     @property
     def requests(self) -> dict[str, int]:
-        states = ("kept_whole", "prefilling", "resident")
+        states = ("dense", "prefilling", "resident")
         return {state: getattr(self.last, state) for state in states}
 
     def assert_counted(self) -> None:
@@ -90,11 +90,11 @@ def test_three_kinds_of_requests():
     driver.add([*range(40)], 10)  # fits the budget
     driver.add([*range(500, 600)], 30)
     front.step()
-    assert front.requests == {"kept_whole": 1, "prefilling": 1, "resident": 0}
+    assert front.requests == {"dense": 1, "prefilling": 1, "resident": 0}
     assert (front.last.dense_blocks, front.last.resident_blocks) == (3 + 1, 0)
     for _ in range(3):
         front.step()
-    assert front.requests == {"kept_whole": 1, "prefilling": 0, "resident": 1}
+    assert front.requests == {"dense": 1, "prefilling": 0, "resident": 1}
     # Its dense blocks have gone, the other's tokens take three.
     assert (front.last.dense_blocks, front.last.resident_blocks) == (3, 4)
     front.drain()
@@ -150,7 +150,7 @@ def test_budgets_of_requests_count():
     driver.add([*range(200, 300)], 30, policy="full")
     for _ in range(6):
         front.step()
-    assert front.requests == {"kept_whole": 1, "prefilling": 0, "resident": 1}
+    assert front.requests == {"dense": 1, "prefilling": 0, "resident": 1}
     assert front.last.resident_blocks == 2
     front.drain()
     front.assert_counted()

@@ -32,10 +32,10 @@ class Peak(Method):
 
     def observe(self, state, probs):
         most = probs.sum(dim=-3).amax(dim=-2)
-        state["score"].copy_(state["score"].maximum(most))
+        state["attention"].copy_(state["attention"].maximum(most))
 
-    def value(self, state, queries):
-        return state["score"]
+    def score(self, state, queries):
+        return state["attention"]
 
 
 class PeakHead(Head):
@@ -53,13 +53,13 @@ class NormHead(Head):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.norms = torch.zeros_like(self.scores)
+        self.norms = torch.zeros_like(self.received)
 
     def meet(self, first, values):
         self.norms[first : first + len(values)] = values.abs().sum(dim=-1)
 
-    def values(self, seen):
-        return super().values(seen) * self.norms
+    def scores(self, seen):
+        return super().scores(seen) * self.norms
 
 
 def options_of(name):

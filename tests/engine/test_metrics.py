@@ -28,7 +28,7 @@ NAMES = {
     "h2o_transition_seconds_count",
     "h2o_transition_seconds_sum",
 }
-STATES = {"resident", "prefilling", "kept_whole"}
+STATES = {"resident", "prefilling", "dense"}
 
 
 def names(samples):
@@ -91,7 +91,7 @@ def test_gauges_while_requests_run(tmp_path):
         for _ in range(3):
             llm.llm_engine.step()
         now = values(registered())
-        assert states(registered()) == dict(kept_whole=1, resident=1, prefilling=1)
+        assert states(registered()) == dict(dense=1, resident=1, prefilling=1)
         assert now["h2o_resident_blocks"] == 64 // 32
         held = vllm_h2o.stats(llm)["blocks_in_use"]
         assert now["h2o_dense_blocks"] == held - 64 // 32

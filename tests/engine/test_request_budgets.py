@@ -33,7 +33,7 @@ class CakeHead(Head):
         first = n - WINDOW
         seen = attention[:, first:].flatten(0, 1)
         old = seen[:, :first]
-        self.worth = torch.stack(
+        self.of_tokens = torch.stack(
             [worth(attention[:, max(first, t) :, t]) for t in range(n)]
         )
         logs = old.clamp(min=torch.finfo(torch.float32).tiny).log()
@@ -45,8 +45,8 @@ class CakeHead(Head):
     def scored(self, observed):
         return observed.sum(dim=0)
 
-    def values(self, seen):
-        return self.worth if self.of_prompt else self.scores
+    def scores(self, seen):
+        return self.of_tokens if self.of_prompt else self.received
 
     def pooled(self, value):
         if not self.of_prompt:

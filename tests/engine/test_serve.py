@@ -288,7 +288,7 @@ def test_metrics_say_what_is_evicted(server):
     assert grown["h2o_evicted_share_sum"] == pytest.approx(share)
     assert now["h2o_budget_tokens"] == BUDGET
     assert now["h2o_dense_blocks"] == now["h2o_resident_blocks"] == 0
-    for state in ("resident", "prefilling", "kept_whole"):
+    for state in ("resident", "prefilling", "dense"):
         assert server.metrics(f'state="{state}"') == {"h2o_requests": 0}
     asked = server.metrics('policy="h2o"', 'head_budgets="auto"', 'prompt_score="auto"')
     assert asked == {"h2o_policy_info": 1}

@@ -17,6 +17,6 @@ def test_a_tiny_model_evicts_within_its_budget(tmp_path):
         stats = llm.collective_rpc("h2o_stats")[0]
         assert_pool_whole(llm)
     assert [len(answer) for answer in tokens] == [24, 24, 24]
-    # The third request fits its budget and is kept whole.
+    # The third request fits its budget and stays dense.
     assert stats["transitions"] == 2
     assert stats["tokens_evicted"] > 0

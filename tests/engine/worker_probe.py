@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
-from vllm_h2o.attention.survivors import HeldSlots, Watch
+from vllm_h2o.attention.watch import HeldSlots, Watch
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.settings import parse_settings
 from vllm_h2o.policy.layout import first_observer
@@ -48,7 +48,7 @@ class WorkerProbe:
             spec = dataclasses.replace(builder.spec, h2o=config)
             assert spec.layout.budget == builder.layout.budget
             builder.spec, builder.layout = spec, spec.layout
-            alike = alike and not builder.parting
+            alike = alike and not builder.by_head
         for layer in self._layers().values():
             if alike:  # requests' own budgets are of the policy that was
                 layer.impl.placements = None
@@ -61,7 +61,7 @@ class WorkerProbe:
     def _begin_step(self, plan: ResidencyPlan, gone: Sequence[str]) -> None:
         """The scheduler has its own policy: who scores here follows the worker's."""
         for i, row in enumerate(plan.rows.values()):
-            if not row.is_kept_whole:
+            if not row.stays_dense:
                 first_query = first_observer(self._scoring, row.prefill_end)
                 plan.first_queries[i] = first_query
         self._begin(plan, gone)

@@ -92,7 +92,7 @@ def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     assert actual["given"] == [[7] * 3, [*range(9)]]
     assert actual["forced"] == pytest.approx(expected["forced"], abs=1e-4)
     assert actual["stats"] == expected["stats"]
-    assert actual["stats"]["transitions"] == 2, "the other two are kept whole"
+    assert actual["stats"]["transitions"] == 2, "the other two stay dense"
     assert actual["stats"]["tokens_evicted"] > 0
     # Compiled by now, on a GPU.
     scoring = "score_by_gate" if prompt_score == "gate" else "observe"

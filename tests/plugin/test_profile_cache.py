@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_h2o.plugin import profile_cache, texts
-from vllm_h2o.plugin.profile_cache import ALIKE, keep
+from vllm_h2o.plugin.profile_cache import LEAST_COSINE, keep
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 
@@ -40,7 +40,7 @@ def test_the_nearest_answers_count_if_they_are_near():
     assert find(1.0) == profile(0.5)
     assert find(0.9995) == profile(0.5)
     assert find(0.991) == profile(0.6)
-    assert math.cos(math.acos(0.95) - math.acos(0.9)) < ALIKE
+    assert math.cos(math.acos(0.95) - math.acos(0.9)) < LEAST_COSINE
     assert find(0.95) is None
     assert find(layers=4) is None and find(heads=1) is None
 

@@ -16,7 +16,7 @@ from vllm_h2o.policy.methods import (
     fused_form_of,
     fused_prompt_form_of,
 )
-from vllm_h2o.policy.probabilities import tiles
+from vllm_h2o.policy.prompt_attention import tiles
 
 VARIANTS = [*(cls() for cls in METHODS.values()), Sum(0.5), Sum(0.0), Mean(0.9)]
 OPTIONS = {"scale": 0.25, "softcap": 3.0}
@@ -65,16 +65,16 @@ def test_heads_are_observed_alone_as_side_by_side(method, prompt):
     heads = [{name: mine[i].clone() for name, mine in state.items()} for i in (0, 1)]
     method.observe(state, probs)
     queries = Queries(torch.arange(90), 7, 90)
-    values = method.value(state, queries)
+    values = method.score(state, queries)
     assert values.shape == (2, 90)
     for head, alone in enumerate(heads):
         method.observe(alone, probs[head])
-        value = method.value(alone, queries)
+        value = method.score(alone, queries)
         torch.testing.assert_close(value, values[head])
 
 
 def test_every_query_gives_each_of_its_heads_a_mass_of_one(prompt):
-    total = observed(Sum(), *prompt, [])["score"].sum()
+    total = observed(Sum(), *prompt, [])["attention"].sum()
     torch.testing.assert_close(total, torch.tensor(300.0 * 6))
 
 
@@ -83,16 +83,16 @@ def test_without_memory_the_newest_query_counts(prompt):
     logits = query[-1].view(2, 3, 16) @ keys * OPTIONS["scale"]
     capped = OPTIONS["softcap"] * torch.tanh(logits / OPTIONS["softcap"])
     last = capped.softmax(-1).sum(1)
-    newest = observed(Sum(0.0), query, keys, [5])["score"]
+    newest = observed(Sum(0.0), query, keys, [5])["attention"]
     torch.testing.assert_close(newest, last)
 
 
 def test_mean_takes_away_the_head_start_of_old_tokens():
     scores = torch.tensor([3.0, 3.0, 2.9, 2.9, 0.0])
     queries = Queries(torch.arange(5), 0, 5)
-    assert Sum().value({"score": scores}, queries).argmax() == 0
+    assert Sum().score({"attention": scores}, queries).argmax() == 0
     expected = scores / torch.tensor([5, 4, 3, 2, 1])
-    assert torch.equal(Mean().value({"score": scores}, queries), expected)
+    assert torch.equal(Mean().score({"attention": scores}, queries), expected)
 
 
 def test_queries_that_scored_are_counted():
@@ -105,17 +105,17 @@ def test_norm_is_the_mean_times_the_length_of_the_value():
     keys, values = torch.zeros(2, 1, 3, 4)
     values[0, 1] = torch.tensor([1.0, -2.0, 0.0, 3.0])
     state = Norm().start(keys, values, torch.arange(3))
-    state["score"] += 0.5
+    state["attention"] += 0.5
     queries = Queries(torch.arange(3), 0, 3)
-    assert Norm().value(state, queries).tolist() == [[0.0, 0.5 / 2 * 6.0, 0.0]]
+    assert Norm().score(state, queries).tolist() == [[0.0, 0.5 / 2 * 6.0, 0.0]]
 
 
 def test_fields_that_nothing_could_keep_are_refused():
-    for fields in (("norm",), ("score", "keys")):
+    for fields in (("norm",), ("attention", "keys")):
         with pytest.raises(TypeError, match="fields"):
             type("Other", (Mean,), {"fields": fields})
     with pytest.raises(TypeError, match="fused form"):
-        type("Other", (Mean,), {"fields": ("score", "more"), "fused_form": "mean"})
+        type("Other", (Mean,), {"fields": ("attention", "more"), "fused_form": "mean"})
     with pytest.raises(TypeError, match="fused form"):
         type("Other", (Mean,), {"start": Norm.start, "fused_form": "mean"})
 
@@ -145,7 +145,7 @@ def attention():
 
 def test_cake_values_the_mean_and_the_variance_of_attention(attention):
     probs, state, queries = attention
-    values = Cake(cake_gamma=7.0).prompt_value(state, queries)
+    values = Cake(cake_gamma=7.0).score_prompt(state, queries)
     for token in (0, 57, 58, 70, 88):
         seen = probs[:, :, max(token - 58, 0) :, token].flatten(1)
         expected = seen.mean(dim=1) + 7 * seen.var(dim=1)
@@ -157,7 +157,7 @@ def test_cake_prefers_layers_of_wide_and_changing_attention(attention):
     old = probs[:, :, :, :58].flatten(1, 2)
     entropy = -(old * old.log()).sum(dim=(1, 2))
     spread = old.var(dim=1).sum(dim=1)
-    flat = state | {name: state[name] / 3 for name in ("score", "entropy")}
+    flat = state | {name: state[name] / 3 for name in ("attention", "entropy")}
     flat["square"] = state["square"] / 9
     for t1, t2 in ((1.0, 1.0), (2.0, 0.5)):
         method = Cake(cake_t1=t1, cake_t2=t2)
@@ -175,7 +175,7 @@ def test_cake_prefers_layers_of_wide_and_changing_attention(attention):
 
 def test_cake_knows_no_power_that_is_too_high(attention):
     _, state, queries = attention
-    low = state | {name: state[name] / 1.01 for name in ("score", "entropy")}
+    low = state | {name: state[name] / 1.01 for name in ("attention", "entropy")}
     low["square"] = state["square"] / 1.01**2
     for t1, t2 in ((0.01, 1.0), (1.0, 0.01)):
         split = Cake(cake_t1=t1, cake_t2=t2).split
@@ -195,7 +195,7 @@ def test_d2o_gives_more_to_layers_whose_attention_is_spread_evenly():
     even, half, uneven = torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8)
     uneven[:, 0] = 5.0
     half[:, 0] = 1.0 + 8**0.5  # half the variance
-    states = [{"score": x} for x in (uneven, even, even, half, uneven, uneven)]
+    states = [{"attention": x} for x in (uneven, even, even, half, uneven, uneven)]
     queries, bounds = Queries(torch.arange(8), 0, 8), Bounds(600, 1, 600)
     shares = D2O().split(states, queries, bounds)
     assert all(first == second for first, second in shares)

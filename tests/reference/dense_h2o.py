@@ -108,7 +108,7 @@ class Head:
     ) -> None:
         self.variant, self.common, self.sizes = variant, common, sizes
         self.kept = torch.zeros(capacity, dtype=torch.bool)
-        self.scores = torch.zeros(capacity)
+        self.received = torch.zeros(capacity)
         self.slots = torch.zeros(capacity, dtype=torch.int64)
         self.first_query = 0
         self.close_calls: set[int] = set()
@@ -140,7 +140,7 @@ class Head:
         variant, sizes = self.variant, self.sizes
         n = attention.shape[1]
         self.first_query = 0 if variant.window is None else max(0, n - variant.window)
-        self.scores[:n] = self.scored(attention[:, self.first_query :].sum(dim=0))
+        self.received[:n] = self.scored(attention[:, self.first_query :].sum(dim=0))
         # Below the common budget all heads keep everything, whatever their own is.
         if n <= max(sizes.budget, self.common.budget):
             self.kept[:n] = True
@@ -157,7 +157,7 @@ class Head:
         """Keep what a head of this size keeps of `n` tokens."""
         variant, sizes = self.variant, self.sizes
         self.kept[:n] = False
-        value = self.values(n)[:n]
+        value = self.scores(n)[:n]
         if sizes.budget >= self.common.budget:
             value = self.pooled(value)
         unit = sizes.block if variant.unit == "block" else 1
@@ -227,12 +227,12 @@ class Head:
         heavy, recent = self.sizes.heavy, self.sizes.recent
         return position if position < heavy else heavy + (position - heavy) % recent
 
-    def values(self, seen: int) -> torch.Tensor:
+    def scores(self, seen: int) -> torch.Tensor:
         """What tokens are compared by after `seen` tokens."""
         if self.variant.score == "sum":
-            return self.scores
-        born = torch.arange(len(self.scores)).clamp(min=self.first_query)
-        return self.scores / (seen - born).clamp(min=1)
+            return self.received
+        born = torch.arange(len(self.received)).clamp(min=self.first_query)
+        return self.received / (seen - born).clamp(min=1)
 
     def make_room(self, position: int) -> None:
         """H2O's step before the token at `position` joins a full set."""
@@ -245,7 +245,7 @@ class Head:
         leaving = (position - sizes.recent) // unit
         pinned = -(-variant.sinks // unit)
         end = (leaving + 1) * unit
-        value = self.values(position)[pinned * unit : end].view(-1, unit).sum(dim=1)
+        value = self.scores(position)[pinned * unit : end].view(-1, unit).sum(dim=1)
         value[~self.kept[pinned * unit : end : unit]] = float("inf")
         # Ties: what leaves the window loses, else the oldest (argmin: the first).
         loser = int(value[:-1].argmin())
@@ -303,8 +303,8 @@ class Head:
     def accumulate(self, attention: torch.Tensor) -> None:
         """Add `[n]` probabilities, summed over the query heads of the group."""
         n = len(attention)
-        kept, scores = self.kept[:n], self.scores[:n]
-        self.scores[:n] = torch.where(kept, self.added(scores, attention), scores)
+        kept, scores = self.kept[:n], self.received[:n]
+        self.received[:n] = torch.where(kept, self.added(scores, attention), scores)
         if self.lost is not None:
             self.merge([self.lost], at_once=False)
             self.lost = None

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from vllm_h2o.attention.dense_pass import DensePass
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops import (
@@ -27,9 +28,8 @@ from vllm_h2o.attention.ops import (
     transition,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, OWN, LayerPlacements
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.attention.prompt import observe_prompt
-from vllm_h2o.attention.reading import Reading
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
@@ -113,7 +113,7 @@ class H2OImpl(_Stock):
         """
         metadata = attn_metadata
         if not isinstance(metadata, H2OMetadata):
-            if isinstance(metadata, Reading):
+            if isinstance(metadata, DensePass):
                 return metadata.attend(layer, query, key, value, output)
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output,
@@ -177,8 +177,9 @@ class H2OImpl(_Stock):
             observe(query, pages, prompt, position, state, params)
         else:
             score_by_gate([layer], prompt, position)
-        part = params.placements
-        placement = OWN if part and part.table.has(OWN) else ALIKE
+        placements, placement = params.placements, UNIFORM
+        if placements is not None and placements.table.has(BY_HEAD):
+            placement = BY_HEAD
         transition([layer], prompt, resident, placement, position, self.h2o)
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)

@@ -38,7 +38,7 @@ from vllm_h2o.attention.ops.triton import (
     slots_with_logits,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import OWN, BudgetPlacements
+from vllm_h2o.attention.placements import BY_HEAD, BudgetPlacements
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 
@@ -96,14 +96,14 @@ class _CUDABuilder(H2OMetadataBuilder):
     def bind(
         self,
         step: StepRows,
-        parting: Sequence[Any] = (),
+        by_head: Sequence[Any] = (),
         budgets: BudgetPlacements | None = None,
     ) -> None:
         """See the base class."""
-        for layer in parting:
-            slots = layer.impl.placements.sizes[OWN, :, 0]
+        for layer in by_head:
+            slots = layer.impl.placements.sizes[BY_HEAD, :, 0]
             assert int(slots.sum()) <= self._most_slots, "the scratch is too small"
-        super().bind(step, parting, budgets)
+        super().bind(step, by_head, budgets)
 
     def _pack(self, plan: ResidencyPlan) -> npt.NDArray[np.int64]:
         positions = plan.num_computed_tokens

@@ -17,8 +17,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, transition
 from vllm_h2o.attention.placements import (
-    ALIKE,
-    OWN,
+    BY_HEAD,
+    UNIFORM,
     BudgetPlacements,
     RequestPlacements,
 )
@@ -96,12 +96,12 @@ class StepRows:
         """Returns the request ids in the row order of the batch."""
         self.later: dict[str, list[Callable[[], None]]] = {}
         """What the next step begins with, by request id: its transition."""
-        self.own: RequestPlacements | None = None
-        """Where requests split their slots each in its own way."""
+        self.by_request: RequestPlacements | None = None
+        """The placements of requests that split their slots each in its own way."""
         self.seconds: list[float] = []
         """That transitions between steps have taken; for whoever takes them out."""
         self.watchers: list[Callable[[Any, torch.Tensor, ResidencyPlan], None]] = []
-        """Told of each step by each builder, with its block table; see survivors.py."""
+        """Told of each step by each builder, with its block table; see watch.py."""
         self._plan: ResidencyPlan | None = None
         self._partial: dict[str, PartialStates] = {}
 
@@ -117,15 +117,15 @@ class StepRows:
         for request_id in gone:
             self._partial.pop(request_id, None)
             self.later.pop(request_id, None)
-            if self.own:
-                self.own.drop(request_id)
+            if self.by_request:
+                self.by_request.drop(request_id)
         self.settle()
 
     def settle(self) -> None:
-        """Do what the last step has left to do.
+        """Run the transitions that the last step put off.
 
-        Nothing has been written since: the scheduler may have given away the blocks
-        that this reads, but only to requests of the step that begins.
+        Freed blocks may have new owners, but these write only in the step that begins
+        now.
         """
         if not self.later:
             return  # most steps; inference mode takes longer than all else here
@@ -146,7 +146,7 @@ class StepRows:
         self.later.clear()
         self.watchers.clear()
         self._partial.clear()
-        self.own = None
+        self.by_request = None
 
     @property
     def all_decode(self) -> bool:
@@ -194,7 +194,7 @@ class H2OMetadataBuilder(_Stock):
             return
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.layout
-        self.parting: Sequence[Any] = ()
+        self.by_head: Sequence[Any] = ()
         self._budget_placements: BudgetPlacements | None = None
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
@@ -219,20 +219,20 @@ class H2OMetadataBuilder(_Stock):
     def bind(
         self,
         step: StepRows,
-        parting: Sequence[Any] = (),
+        by_head: Sequence[Any] = (),
         budgets: BudgetPlacements | None = None,
     ) -> None:
         """Connect the builder to the worker's steps.
 
         Args:
             step: The steps.
-            parting: Layers, vLLM's `Attention` modules, whose heads part ways once
-                a request fills its budget; none where all heads have the same.
+            by_head: Layers, vLLM's `Attention` modules, whose heads have budgets of
+                their own once a request fills its budget; none where all have the same.
             budgets: Where requests with budgets of their own are; None: all have the
                 engine's.
         """
         assert self.compresses
-        self.step, self.parting, self._budget_placements = step, parting, budgets
+        self.step, self.by_head, self._budget_placements = step, by_head, budgets
         self._views.clear()
 
     def build(
@@ -262,7 +262,7 @@ class H2OMetadataBuilder(_Stock):
                 dense, metadata.stock_tokens = _select_rows(common, index)
                 metadata.stock = super().build(common_prefix_len, dense, fast_build)
         if decodes.any():
-            self._part_ways(common, rows)
+            self._switch_to_head_budgets(common, rows)
             self._add_resident(metadata, common, rows, np.flatnonzero(decodes).tolist())
         return metadata
 
@@ -327,10 +327,10 @@ class H2OMetadataBuilder(_Stock):
         table, first = common.block_table_tensor[:num_rows], self.spec.dense_columns
         resident = table[:, first : first + self.layout.budget_blocks]
         if (plan.num_computed_tokens < first_queries).any():
-            # Kept whole, and no query has scored yet: its blocks are dense ones.
-            whole = (rows.positions < rows.first_queries)[:, None]
+            # Stays dense, so that no query has scored: its blocks are dense ones.
+            stay = (rows.positions < rows.first_queries)[:, None]
             dense = table[:, : self.layout.budget_blocks]
-            torch.where(whole, dense, resident, out=rows.block_table)
+            torch.where(stay, dense, resident, out=rows.block_table)
         else:
             rows.block_table.copy_(resident)
         return rows
@@ -356,7 +356,7 @@ class H2OMetadataBuilder(_Stock):
                 self._first_queries[:num_rows],
                 self._scratch,
                 self._placements[:num_rows]
-                if self.parting or self._budget_placements
+                if self.by_head or self._budget_placements
                 else None,
                 self._logit_starts[:num_rows] if self._scratch is not None else None,
             )
@@ -367,33 +367,35 @@ class H2OMetadataBuilder(_Stock):
 
         Below the budget slot(p) is p, in pages of the head's own, whatever the split.
         """
-        parted = filled and bool(self.parting)
-        if parted and self.step is not None and self.step.own is not None:
-            return self.step.own.index(request_id)
+        switched = filled and bool(self.by_head)
+        if switched and self.step is not None and self.step.by_request is not None:
+            return self.step.by_request.index(request_id)
         by_budget = self._budget_placements
-        alike = by_budget.alike_index(budget) if by_budget else ALIKE
-        return alike + OWN if parted else alike
+        uniform = by_budget.uniform_index(budget) if by_budget else UNIFORM
+        return uniform + BY_HEAD if switched else uniform
 
     def _placements_of(self, rows: ResidencyPlan) -> np.ndarray:
         """`[num_rows]` index of each row's placement."""
         filled = rows.num_computed_tokens >= rows.budgets
-        placements = np.where(filled, OWN if self.parting else ALIKE, ALIKE)
+        placements = np.where(filled, BY_HEAD if self.by_head else UNIFORM, UNIFORM)
         others = rows.budgets != self.layout.budget
-        if self.step is not None and self.step.own is not None:
+        if self.step is not None and self.step.by_request is not None:
             others |= filled
         for i in np.flatnonzero(others).tolist():
             budget = int(rows.budgets[i])
             placements[i] = self.index_of(rows.request_ids[i], budget, bool(filled[i]))
         return placements
 
-    def _part_ways(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
+    def _switch_to_head_budgets(
+        self, common: CommonAttentionMetadata, rows: ResidencyPlan
+    ) -> None:
         """Give heads their own slots in rows that have just filled the budget.
 
         Here and not in the forward pass: counts alone say which rows these are,
         and a page that a layer borrows must not be written before its lender's
-        heads have parted. So all layers come first, and no graph contains it.
+        heads have switched. So all layers come first, and no graph contains it.
         """
-        if not self.parting:
+        if not self.by_head:
             return
         first = self.spec.dense_columns
         filled = rows.decodes & (rows.num_computed_tokens == rows.budgets)
@@ -403,7 +405,7 @@ class H2OMetadataBuilder(_Stock):
             blocks = common.block_table_tensor[i, first : first + used]
             layers = [
                 layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
-                for layer in self.parting
+                for layer in self.by_head
             ]
             placement = self.index_of(rows.request_ids[i], row.budget, True)
             transition(
@@ -439,14 +441,14 @@ class H2OMetadataBuilder(_Stock):
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
-                    placement=ALIKE
-                    if self.step.own  # see `split`
+                    placement=UNIFORM
+                    if self.step.by_request  # see `split`
                     else self._placement(rows.request_ids[i], row),
                     attends=self._attends(common, row),
                     partial=self.step.partial_states(rows.request_ids[i]),
                     later=self.step.later.setdefault(rows.request_ids[i], []),
                     split=functools.partial(self._split, rows.request_ids[i], row)
-                    if self.step.own
+                    if self.step.by_request
                     else None,
                 )
             )
@@ -458,11 +460,11 @@ class H2OMetadataBuilder(_Stock):
 
     def _split(self, request_id: str, row: RowPlan, layers: list[ScoredLayer]) -> int:
         """See `ObservedPrompt.split`."""
-        assert self.step is not None and self.step.own is not None
+        assert self.step is not None and self.step.by_request is not None
         num_tokens, group = row.prefill_end, layers[0].params.group
         queries = Queries(torch.arange(num_tokens), row.first_query, num_tokens, group)
         states = [layer.state for layer in layers]
-        self.step.own.split(request_id, states, queries, row.budget)
+        self.step.by_request.split(request_id, states, queries, row.budget)
         return self._placement(request_id, row)
 
 

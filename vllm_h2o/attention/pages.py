@@ -1,9 +1,10 @@
 """Views into the pages of one layer's KV cache.
 
-A page is one block of one layer: vLLM's keys and values of all KV heads, then
-what H2O keeps beside them, per KV head and slot: a float32 score, an int32 birth
-position, and what else the method keeps; then what it keeps of the page as a whole (see
-`floats_of_page`). Only resident blocks use the latter.
+A page is one block of one layer: vLLM's keys and values of all KV heads, then what H2O
+keeps beside them, per KV head and slot: the attention that the slot has got, a float32,
+the position that it was born at, an int32, and what else the method keeps; then what
+H2O keeps of the page as a whole (see `floats_of_page`). Only resident blocks use the
+latter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.methods import State
 
-SCORE = ("score",)
+FIELDS = ("attention",)
 """What most methods keep of a slot."""
 
 
@@ -29,12 +30,12 @@ class Pages:
             layout of ISA `vec`, this is also their order in memory.
         values: `[num_blocks, num_kv_heads, block_size, head_size]`.
         state: `[num_blocks, num_kv_heads, block_size]` float32 for each of the method's
-            fields; `score` lies before the births, what else there is behind them.
+            fields; the first lies before the births, the others behind them.
         births: `[num_blocks, num_kv_heads, block_size]` int32.
         thresholds: `[num_blocks, num_kv_heads]` float32 where heads merge what they
             lose (`policy.merging`), the last of a page; None elsewhere.
         page_stride: Bytes from a page to the next.
-        state_offset: Bytes from the start of a page to its scores.
+        state_offset: Bytes from the start of a page to its state.
     """
 
     keys: torch.Tensor
@@ -49,7 +50,7 @@ class Pages:
     def view(
         cls,
         kv_cache: torch.Tensor,
-        fields: Sequence[str] = SCORE,
+        fields: Sequence[str] = FIELDS,
         merges: bool = False,
     ) -> Pages:
         """View a cache as vLLM hands it to a layer on CPU, with ISA `vec`.
@@ -95,7 +96,7 @@ class Pages:
         return cls(keys, values, state, births, page_stride, content, thresholds)
 
     @classmethod
-    def view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str] = SCORE) -> Pages:
+    def view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str] = FIELDS) -> Pages:
         """View a cache whose tokens are rows of K beside V, as on CUDA.
 
         Args:
@@ -123,9 +124,9 @@ class Pages:
         return cls(keys.transpose(2, 3), values, state, births, page_stride, content)
 
     @property
-    def scores(self) -> torch.Tensor:
-        """The first field."""
-        return self.state["score"]
+    def attention(self) -> torch.Tensor:
+        """`[num_blocks, num_kv_heads, block_size]` float32 that each slot has got."""
+        return self.state["attention"]
 
     @property
     def block_size(self) -> int:
@@ -138,7 +139,7 @@ def _state(
 ) -> tuple[State, torch.Tensor]:
     """State and births of all pages; `first_byte`: where those of page 0 begin.
 
-    The scores, the births, then the other fields: kernels know the first two.
+    The first field, the births, then the other fields: kernels know the first two.
     """
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     shape = (num_blocks, num_kv_heads, block_size)
@@ -149,8 +150,8 @@ def _state(
         start = first_byte // 4 + number * words
         return _words(kv_cache, dtype).as_strided(shape, strides, start)
 
-    score, *others = fields
-    state = {score: part(0, torch.float32)}
+    first, *others = fields
+    state = {first: part(0, torch.float32)}
     state |= {name: part(2 + i, torch.float32) for i, name in enumerate(others)}
     return state, part(1, torch.int32)
 

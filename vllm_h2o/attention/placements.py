@@ -19,17 +19,18 @@ from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Bounds, Queries, State
 from vllm_h2o.policy.placement import PageOf, Placement
 
-ALIKE, OWN = 0, 1
-"""Where a table has the placement of a request that does not fill its budget, and the
-one that requests have from then on, if they all have the same."""
+UNIFORM, BY_HEAD = 0, 1
+"""Where a table has the placement of a request that does not fill its budget, whose
+heads are all alike, and the one by head that requests have from then on, if they all
+have the same."""
 
 
 class PlacementTable:
     """The placements of a KV cache group.
 
-    At the index `ALIKE` all heads have the slots of the engine's layout, and page i of
-    a head is in the resident block of column i. What is at the others is said by
-    `OWN`, `BudgetPlacements` and `RequestPlacements`.
+    At the index `UNIFORM` all heads have the slots of the engine's layout, and page i
+    of a head is in the resident block of column i. What is at the others is said by
+    `BY_HEAD`, `BudgetPlacements` and `RequestPlacements`.
 
     What no placement has been put into takes no memory yet.
 
@@ -50,9 +51,9 @@ class PlacementTable:
         layers: Sequence[Pages],
         layout: SlotLayout,
         most_blocks: Sequence[int],
-        capacity: int = OWN + 1,
+        capacity: int = BY_HEAD + 1,
     ) -> None:
-        """Make a table that has no placement but that at `ALIKE`.
+        """Make a table that has no placement but that at `UNIFORM`.
 
         Args:
             layers: Pages of all evicting layers.
@@ -69,18 +70,18 @@ class PlacementTable:
         self.order = _zeros(np.int64, *shape)
         self.columns = _zeros(np.int32, *shape, width)
         self.offsets = _zeros(np.int64, *shape, width)
-        self.sizes[:, ALIKE] = torch.tensor([layout.budget, layout.heavy_slots])
-        self.order[:, ALIKE] = torch.arange(shape[2])
-        self.columns[:, ALIKE] = torch.arange(width)
+        self.sizes[:, UNIFORM] = torch.tensor([layout.budget, layout.heavy_slots])
+        self.order[:, UNIFORM] = torch.arange(shape[2])
+        self.columns[:, UNIFORM] = torch.arange(width)
 
     @classmethod
     def of(
         cls, layers: Sequence[Pages], layout: SlotLayout, placement: Placement
     ) -> PlacementTable:
-        """A table of one placement, at `OWN`."""
+        """A table of one placement, at `BY_HEAD`."""
         most = [max(len(pages) for pages in heads) for heads in placement.pages]
         table = cls(layers, layout, most)
-        table.put(OWN, placement)
+        table.put(BY_HEAD, placement)
         return table
 
     def has(self, index: int) -> bool:
@@ -96,8 +97,8 @@ class PlacementTable:
         return [LayerPlacements(self, layer) for layer in range(len(self.layers))]
 
     def put(self, index: int, placement: Placement) -> None:
-        """Write a placement, anywhere but at `ALIKE`."""
-        assert index != ALIKE
+        """Write a placement, anywhere but at `UNIFORM`."""
+        assert index != UNIFORM
         self._placements[index] = placement
         starts = [pages.keys.data_ptr() for pages in self.layers]
         sizes = [
@@ -127,9 +128,9 @@ def _zeros(dtype: Any, *shape: int) -> torch.Tensor:
 class BudgetPlacements:
     """The placements of requests by their budgets, made when one is asked for.
 
-    Those of the engine's budget are at `ALIKE` and `OWN`, those of any other next to
-    each other in the same way. There is room for as many budgets as requests can have
-    in one step; one that no request has in a step may be overwritten later.
+    Those of the engine's budget are at `UNIFORM` and `BY_HEAD`, any other's are next
+    to each other in the same way. There is room for as many budgets as requests can
+    have in one step; one that no request has in a step may be overwritten later.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class BudgetPlacements:
         """How many indices budgets up to the engine's need, of so many requests."""
         return 2 + 2 * max(min(layout.budget_blocks - 2, max_requests), 0)
 
-    def alike_index(self, budget: int) -> int:
+    def uniform_index(self, budget: int) -> int:
         """Where the placement of a request is that does not fill its budget yet.
 
         The one that it has from then on, where heads have budgets of their own, is at
@@ -171,7 +172,7 @@ class BudgetPlacements:
         """
         blocks = budget // self._layout.block_size
         if blocks == self._layout.budget_blocks:
-            return ALIKE
+            return UNIFORM
         index = self._index.pop(blocks, None)
         if index is None:
             oldest = None if self._free else next(iter(self._index))
@@ -185,10 +186,10 @@ class BudgetPlacements:
         num_layers, _, num_kv_heads = self._table.order.shape
         alike = [[blocks] * num_kv_heads] * num_layers
         placement = Placement.of_blocks(alike, blocks, self._config, size)
-        self._table.put(index + ALIKE, placement)
+        self._table.put(index + UNIFORM, placement)
         if self._split:
             layout = SlotLayout.of_blocks(self._config, size, blocks)
-            self._table.put(index + OWN, self._split(layout))
+            self._table.put(index + BY_HEAD, self._split(layout))
 
 
 class RequestPlacements:
@@ -199,7 +200,7 @@ class RequestPlacements:
         table: PlacementTable,
         config: H2OConfig,
         layout: SlotLayout,
-        first: int = OWN,
+        first: int = BY_HEAD,
     ) -> None:
         """Hand out the indices of the table from `first` on.
 

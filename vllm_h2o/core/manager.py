@@ -42,8 +42,8 @@ class H2OManager(FullAttentionManager):
     and their columns become null blocks too.
 
     A request that can not outgrow its budget, that ends with its first token, or that
-    asks for it, is kept whole: its row is stock vLLM's, dense to its end, its blocks
-    are shared and published as stock's are. To one that asks for it all of its life
+    asks for it, stays dense: its row is stock vLLM's to its end, its blocks are shared
+    and published as stock's are. To one that asks for it all of its life
     is a prompt, which stock's attention reads.
     """
 
@@ -51,9 +51,9 @@ class H2OManager(FullAttentionManager):
     supports_fine_grained_hash_lookup = False
 
     _lookup: ClassVar[threading.local] = threading.local()
-    """`must_run`: first prompt query that has to run, of the request begun last. vLLM
-    looks hits up by class, right after that in the same thread, and does not say
-    whose."""
+    """`must_run`: first prompt query that has to run. vLLM calls
+    `find_longest_cache_hit` on the class and does not say for which request.
+    `begin_prefill`, called just before in the same thread, leaves the limit here."""
 
     def __init__(self, kv_cache_spec: H2OAttentionSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -63,7 +63,7 @@ class H2OManager(FullAttentionManager):
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
         self.resident_blocks = 0
-        self._num_resident = self._num_kept_whole = 0
+        self._num_resident = self._num_dense = 0
         self._prefill_end: dict[str, int] = {}
         self._first_query: dict[str, int] = {}
         self._budget: dict[str, int] = {}
@@ -107,7 +107,7 @@ class H2OManager(FullAttentionManager):
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
         self._budget[request_id] = budget
-        # What the gate expects of a token, no query has to tell.
+        # By the gate no query has to run for the scores.
         self._lookup.must_run = prefill_end if self.policy.gated else first_query
 
     def prefill_end(self, request_id: str) -> int:
@@ -126,7 +126,7 @@ class H2OManager(FullAttentionManager):
         """Slots of a KV head on average, of each."""
         return [*map(self._budget.__getitem__, request_ids)]
 
-    def is_kept_whole(self, request_id: str) -> bool:
+    def stays_dense(self, request_id: str) -> bool:
         """Whether the request can not outgrow its budget, is never decoded, or asks
         for it."""
         return self._first_query[request_id] >= self._prefill_end[request_id]
@@ -134,7 +134,7 @@ class H2OManager(FullAttentionManager):
     def tokens_held(self, request_id: str, num_tokens: int) -> int:
         """Of a sequence of `num_tokens`, those that a KV head holds on average."""
         reads = num_tokens < self._prefill_end[request_id]
-        if reads or self.is_kept_whole(request_id):
+        if reads or self.stays_dense(request_id):
             return num_tokens
         if self._layout.whole_blocks:
             return self._layout.resident_tokens(num_tokens)
@@ -142,14 +142,14 @@ class H2OManager(FullAttentionManager):
 
     def replay_boundary(self, request_id: str) -> int:
         """Tokens from which a repeat of the prompt can resume; 0: where stock's can."""
-        if self.is_kept_whole(request_id) or self.policy.gated:
+        if self.stays_dense(request_id) or self.policy.gated:
             return 0
         return self._first_query[request_id] // self.block_size * self.block_size
 
     def _required(self, request_id: str, num_tokens: int) -> tuple[int, int]:
         """Dense and resident blocks that `num_tokens` tokens need."""
         end = self._prefill_end[request_id]
-        if self.is_kept_whole(request_id):
+        if self.stays_dense(request_id):
             assert num_tokens <= max(self._budget[request_id], end)
             return cdiv(num_tokens, self.block_size), 0
         dense = cdiv(min(num_tokens, end), self.block_size)
@@ -173,7 +173,7 @@ class H2OManager(FullAttentionManager):
         """Tokens that the blocks held are enough for."""
         held = len(self.req_to_blocks[request_id])
         resident = held - self.dense_columns
-        if self.is_kept_whole(request_id):
+        if self.stays_dense(request_id):
             return held * self.block_size
         if resident <= 0:
             return min(held * self.block_size, self._prefill_end[request_id] - 1)
@@ -210,7 +210,7 @@ class H2OManager(FullAttentionManager):
         blocks = self.req_to_blocks[request_id]
         start = len(blocks)
         if request_id not in self._served:
-            self._num_kept_whole += self.is_kept_whole(request_id)
+            self._num_dense += self.stays_dense(request_id)
         blocks.extend(self._new_blocks(dense))
         if resident:
             self.resident_blocks += resident
@@ -253,9 +253,9 @@ class H2OManager(FullAttentionManager):
         return len(self.req_to_blocks.get(request_id, ())) > self.dense_columns
 
     def requests_by_state(self) -> tuple[int, int, int]:
-        """Requests that hold blocks: resident, still reading, kept whole."""
-        resident, whole = self._num_resident, self._num_kept_whole
-        return resident, len(self._served) - resident - whole, whole
+        """Requests that hold blocks: resident, still reading, staying dense."""
+        resident, dense = self._num_resident, self._num_dense
+        return resident, len(self._served) - resident - dense, dense
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Drop the request's state with its blocks."""
@@ -264,7 +264,7 @@ class H2OManager(FullAttentionManager):
             held = len(self.req_to_blocks[request_id])
             self.resident_blocks -= held - self.dense_columns
         elif request_id in self._served:
-            self._num_kept_whole -= self.is_kept_whole(request_id)
+            self._num_dense -= self.stays_dense(request_id)
         self._prefill_end.pop(request_id, None)
         self._first_query.pop(request_id, None)
         self._budget.pop(request_id, None)
@@ -276,7 +276,7 @@ class H2OManager(FullAttentionManager):
 
     def tokens_to_publish(self, request_id: str, num_tokens: int) -> int:
         """Of `num_tokens` those that have seen all tokens before them."""
-        if self.is_kept_whole(request_id):
+        if self.stays_dense(request_id):
             return num_tokens
         return min(num_tokens, self._prefill_end[request_id])
 
@@ -324,9 +324,9 @@ class H2OManager(FullAttentionManager):
         held = [name for name, blocks in self.req_to_blocks.items() if blocks]
         assert set(held) == set(self._served)
         resident = [name for name in held if self.is_resident(name)]
-        whole = sum(map(self.is_kept_whole, held))
-        reading = len(held) - len(resident) - whole
-        assert self.requests_by_state() == (len(resident), reading, whole)
+        dense = sum(map(self.stays_dense, held))
+        reading = len(held) - len(resident) - dense
+        assert self.requests_by_state() == (len(resident), reading, dense)
         rows = [self.req_to_blocks[name][self.dense_columns :] for name in resident]
         assert self.resident_blocks == sum(map(len, rows))
 
@@ -340,7 +340,7 @@ class H2OManager(FullAttentionManager):
         holds_dense = self.is_resident(request_id) and blocks[0] is not null
         assert (request_id in self._releasing) == holds_dense
         if not self.is_resident(request_id):
-            if self.is_kept_whole(request_id):
+            if self.stays_dense(request_id):
                 dense = cdiv(max(budget, end), self.block_size)
             assert len(blocks) <= dense
             assert null not in blocks

@@ -36,7 +36,7 @@ class StepReport:
         resident_blocks: Blocks of requests that are resident, now.
         resident: Requests that are, now.
         prefilling: Requests that hold blocks and will be resident, now.
-        kept_whole: Requests that can not outgrow their budget, or keep all, now.
+        dense: Requests that stay dense: can not outgrow their budget, or keep all.
         finished: How many requests have finished, by `(evicted, context)` tokens.
         took: How many transitions have taken so many microseconds.
     """
@@ -48,7 +48,7 @@ class StepReport:
     resident_blocks: int = 0
     resident: int = 0
     prefilling: int = 0
-    kept_whole: int = 0
+    dense: int = 0
     finished: Counter[tuple[int, int]] = field(default_factory=Counter)
     took: Counter[int] = field(default_factory=Counter)
 
@@ -113,7 +113,7 @@ class Reporter:
         pool = managers[0].block_pool
         in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         resident_blocks = sum([manager.resident_blocks for manager in managers])
-        resident, prefilling, kept_whole = managers[0].requests_by_state()
+        resident, prefilling, dense = managers[0].requests_by_state()
         transitions, evicted, freed = self._reported
         report = StepReport(
             transitions=stats.transitions - transitions,
@@ -123,7 +123,7 @@ class Reporter:
             resident_blocks=resident_blocks,
             resident=resident,
             prefilling=prefilling,
-            kept_whole=kept_whole,
+            dense=dense,
             finished=self._finished,
             took=self._took,
         )

@@ -29,7 +29,7 @@ class RowPlan(NamedTuple):
     budget: int
 
     @property
-    def is_kept_whole(self) -> bool:
+    def stays_dense(self) -> bool:
         """Can not outgrow its budget, or never decodes: its blocks stay as they are."""
         return self.first_query >= self.prefill_end
 
@@ -54,7 +54,7 @@ class RowPlan(NamedTuple):
         """Computes the last token of its prompt in this step, and is compressed."""
         end = self.num_computed_tokens + self.num_scheduled_tokens
         ends = not self.decodes and end >= self.prefill_end
-        return ends and not self.is_kept_whole
+        return ends and not self.stays_dense
 
 
 @dataclass(eq=False)
@@ -89,22 +89,22 @@ class ResidencyPlan:
 
     @property
     def num_scheduled_tokens(self) -> np.ndarray:
-        """By request."""
+        """`[num_requests]` tokens of this step."""
         return self.counts[1]
 
     @property
     def prefill_ends(self) -> np.ndarray:
-        """By request."""
+        """`[num_requests]` tokens that are computed densely."""
         return self.counts[2]
 
     @property
     def first_queries(self) -> np.ndarray:
-        """By request."""
+        """`[num_requests]` position of the first query that scores."""
         return self.counts[3]
 
     @property
     def budgets(self) -> np.ndarray:
-        """By request."""
+        """`[num_requests]` slots of a KV head on average."""
         return self.counts[4]
 
     @property

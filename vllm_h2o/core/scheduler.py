@@ -104,8 +104,8 @@ class H2OScheduler(AsyncScheduler):
         # Called for every request that is about to be admitted, before its
         # first allocation, also after a preemption.
         most = self._most_tokens(request)
-        # Checked when it came; a share of what a session has by now may be too much
-        # all the same, and is cut to what there is.
+        # Checked on arrival. A session has grown since, so that its share may exceed
+        # the engine's budget, and is then capped.
         options = self._options_of(request, 0)
         asked = options.budget
         budget = None if asked is None else self._limits.budget_of(asked, most)
@@ -144,7 +144,7 @@ class H2OScheduler(AsyncScheduler):
         if not self.log_stats or not answers:
             return
         tokens = request.num_tokens - 1
-        if manager.is_resident(name) or manager.is_kept_whole(name):
+        if manager.is_resident(name) or manager.stays_dense(name):
             held = manager.tokens_held(name, tokens)
             self._reporter.finish(tokens - held, tokens)
 

@@ -3,7 +3,7 @@
 Block table row of a request (columns):
 
     [0, dense_columns)                    the prompt, exactly as stock vLLM; all
-                                          tokens of a request that is kept whole
+                                          tokens of a request that stays dense
     [dense_columns, + budget_blocks)      the resident blocks, private
 """
 

@@ -62,7 +62,7 @@ class H2OStats:
     def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:
         held, ends, budgets = layout.resident_tokens, plan.prefill_ends, plan.budgets
         computed, scheduled = plan.num_computed_tokens, plan.num_scheduled_tokens
-        compressed = plan.first_queries < ends  # else kept whole
+        compressed = plan.first_queries < ends  # else it stays dense
         # A request that decodes has one token.
         evicting = compressed & plan.decodes & (computed >= budgets)
         self.tokens_evicted += int(np.count_nonzero(evicting))

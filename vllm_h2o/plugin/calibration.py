@@ -1,6 +1,6 @@
 """A loaded model measures its own heads, before its KV cache is allocated.
 
-Each text is one pass of the model under vLLM's forward context, with a `Reading` as
+Each text is one pass of the model under vLLM's forward context, with a `DensePass` as
 the attention metadata: one way for CPU and CUDA, runners V1 and V2. All ranks do
 alike.
 """
@@ -27,15 +27,14 @@ from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_h2o.attention.reading import (
-    Reading,
+from vllm_h2o.attention.dense_pass import (
+    DensePass,
     called_module,
     decoder_layer,
     norms_of,
     output_projection,
 )
 from vllm_h2o.plugin.texts import calibration_texts, digest
-from vllm_h2o.policy.errors import OBSERVED, grid_of
 from vllm_h2o.policy.gate import (
     LEAST_EXPLAINED,
     Examples,
@@ -45,6 +44,7 @@ from vllm_h2o.policy.gate import (
 )
 from vllm_h2o.policy.options import shortened
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
+from vllm_h2o.policy.sensitivity import OBSERVED, grid_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,7 +74,7 @@ class LoadedModel:
     runner: Any
     layers: Mapping[str, Any]
 
-    def read(self, reading: Reading, ids: list[int]) -> torch.Tensor:
+    def read(self, dense_pass: DensePass, ids: list[int]) -> torch.Tensor:
         """Run one text through the model.
 
         Returns:
@@ -85,35 +85,35 @@ class LoadedModel:
         with (
             torch.inference_mode(),
             set_current_vllm_config(config),
-            self._listening(model, reading),
+            self._listening(model, dense_pass),
             self.runner.maybe_select_dummy_loras(config.lora_config, lengths),
             # Compiled code would be traced with this pass, for good.
             set_forward_context(
-                reading, config, num_tokens=len(ids), skip_compiled=True
+                dense_pass, config, num_tokens=len(ids), skip_compiled=True
             ),
         ):
             inputs = self._inputs(model, torch.tensor(ids, device=self.runner.device))
             return model.forward(intermediate_tensors=None, **inputs)
 
     @contextmanager
-    def _listening(self, model: nn.Module, reading: Reading) -> Iterator[None]:
-        """Tell the reading what passes through the decoder layers."""
+    def _listening(self, model: nn.Module, dense_pass: DensePass) -> Iterator[None]:
+        """Tell the pass what passes through the decoder layers."""
         with ExitStack() as hooks:
             for rotary in set(_ROPE_DICT.values()):
-                hook = rotary.register_forward_pre_hook(reading.before_rotation)
+                hook = rotary.register_forward_pre_hook(dense_pass.before_rotation)
                 hooks.callback(hook.remove)
             for name, layer in self.layers.items():
                 decoder = decoder_layer(model, layer)
-                tell = functools.partial(reading.after_layer, name)
+                tell = functools.partial(dense_pass.after_layer, name)
                 hooks.callback(decoder.register_forward_hook(tell).remove)
                 projection = output_projection(model, layer)
                 if projection is None:
                     continue
                 called = called_module(model, projection)
-                tell = functools.partial(reading.after_projection, name)
+                tell = functools.partial(dense_pass.after_projection, name)
                 hooks.callback(called.register_forward_hook(tell).remove)
                 for norm in norms_of(decoder):
-                    tell = functools.partial(reading.before_norm, name)
+                    tell = functools.partial(dense_pass.before_norm, name)
                     hook = norm.register_forward_pre_hook(tell, with_kwargs=True)
                     hooks.callback(hook.remove)
             yield
@@ -205,7 +205,7 @@ def answers(model: LoadedModel) -> list[float]:
     mean over the ids, which is much alike for models of one family.
     """
     (ids, *_) = seeded_texts(model.vllm_config.model_config, ANSWERED_TOKENS)
-    hidden = model.read(Reading({}, ()), ids).float().cpu()
+    hidden = model.read(DensePass({}, ()), ids).float().cpu()
     numbers = (hidden - hidden.mean(dim=0)).flatten()
     chosen = torch.linspace(0, numbers.numel() - 1, ANSWERS).long()
     unit = nn.functional.normalize(numbers[chosen], dim=0)
@@ -218,15 +218,15 @@ def rotations_of(model: LoadedModel) -> dict[str, Rotation | None]:
     Seen in a pass of the model, since neither its config nor what modules it has says
     which of them it uses in which layer.
     """
-    reading = Reading({}, ())
+    dense_pass = DensePass({}, ())
     (ids, *_) = seeded_texts(model.vllm_config.model_config, ANSWERED_TOKENS)
-    model.read(reading, ids)
+    model.read(dense_pass, ids)
     text = model.vllm_config.model_config.hf_text_config
     has_rope = any(getattr(text, x, None) for x in ("rope_parameters", "rope_theta"))
-    if has_rope and not any(reading.rotations.values()):
+    if has_rope and not any(dense_pass.rotations.values()):
         # Rotated by something else than vLLM's modules.
-        return dict.fromkeys(reading.rotations, Rotation(None))
-    return reading.rotations
+        return dict.fromkeys(dense_pass.rotations, Rotation(None))
+    return dense_pass.rotations
 
 
 def _rotations_to_learn_by(model: LoadedModel) -> dict[str, Rotation | None] | None:
@@ -324,12 +324,14 @@ def _read(
     projections = {
         name: output_projection(modules, model.layers[name]) for name in names
     }
-    reading = Reading(projections, grid_of(len(ids)), rotations)
-    model.read(reading, ids)
-    if missing := set(names) - set(reading.errors):
+    dense_pass = DensePass(projections, grid_of(len(ids)), rotations)
+    model.read(dense_pass, ids)
+    if missing := set(names) - set(dense_pass.errors):
         raise ValueError(f"its layer {min(missing)} has not attended")
-    errors = torch.stack([reading.errors[name] for name in names])
-    return errors, [reading.examples[name] for name in names if rotations is not None]
+    errors = torch.stack([dense_pass.errors[name] for name in names])
+    return errors, [
+        dense_pass.examples[name] for name in names if rotations is not None
+    ]
 
 
 def _of_all_ranks(mine: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ GAUGES = {
     "dense_blocks": "Blocks of the pool in use that are not resident ones.",
     "resident_blocks": "Blocks of the pool that compressed requests hold.",
 }
-STATES = ("resident", "prefilling", "kept_whole")
+STATES = ("resident", "prefilling", "dense")
 """Of requests, as `StepReport` names them."""
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """Upper bounds of buckets; the first holds requests that lost nothing."""

@@ -27,7 +27,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 VERSION = 4
 """Of a file; models with files of others are measured again."""
-ALIKE = 0.998
+LEAST_COSINE = 0.998
 """Cosine of the answers of one model in two dtypes, at least."""
 
 
@@ -52,7 +52,7 @@ def find(
         num_kv_heads: KV heads of a layer, of all ranks.
         gated: Whether a file with a gate is better than one without.
     """
-    found, best = None, (ALIKE, False, 0)
+    found, best = None, (LEAST_COSINE, False, 0)
     files = cache_folder().glob(f"{_prefix(num_layers, num_kv_heads)}*.json")
     for path in sorted(files):
         theirs, profile = _read(path)

@@ -30,12 +30,12 @@ from vllm_h2o.attention.heads import (
 )
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.placements import (
-    OWN,
+    BY_HEAD,
     BudgetPlacements,
     PlacementTable,
     RequestPlacements,
 )
-from vllm_h2o.attention.survivors import Losses, Recorder, Watch
+from vllm_h2o.attention.watch import Losses, Recorder, Watch
 from vllm_h2o.core.compat import settle_block_size
 from vllm_h2o.core.metrics import attach_seconds
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
@@ -304,45 +304,45 @@ class H2OWorker(_Stock):
         """Make the tables of where requests of a KV cache group have their slots.
 
         Returns:
-            The layers whose heads part ways, and the placements of requests with
-            budgets of their own, if there can be any.
+            The layers whose heads have budgets of their own, and the placements of
+            requests with budgets of their own, if there can be any.
         """
         spec, layout = builder.spec, builder.layout
         names = sorted(builder.layer_names, key=extract_layer_index)
         layers = [self._h2o_layers[name] for name in names]
-        parts = self._heads_part_ways(builder)
+        by_head = self._has_head_budgets(builder)
         device = self.model_runner.device.type
-        own = not RequestLimits.of(spec.h2o, layout, device).why_one_budget
-        if not parts and not own:
+        several = not RequestLimits.of(spec.h2o, layout, device).why_one_budget
+        if not by_head and not several:
             return (), None
         requests = self.vllm_config.scheduler_config.max_num_seqs
-        end = BudgetPlacements.indices(layout, requests) if own else OWN
+        end = BudgetPlacements.indices(layout, requests) if several else BY_HEAD
         pages = [layer.impl.view(layer.kv_cache) for layer in layers]
         split = None
-        if not parts:
+        if not by_head:
             most = [layout.budget_blocks] * len(pages)
             table = PlacementTable(pages, layout, most, end)
         elif spec.h2o.head_budgets == REQUEST:
             most = [spec.dense_columns] * len(pages)
             table = PlacementTable(pages, layout, most, end + requests)
-            self._step.own = RequestPlacements(table, spec.h2o, layout, end)
+            self._step.by_request = RequestPlacements(table, spec.h2o, layout, end)
         else:
             split = self._split_by_profile(builder)
             table = PlacementTable.of(pages, layout, split(layout))
-            if own:
+            if several:
                 most = [self._richest_blocks(spec)] * len(pages)
                 table = PlacementTable(pages, layout, most, end)
-                table.put(OWN, split(layout))
+                table.put(BY_HEAD, split(layout))
         for layer, part in zip(layers, table.parts(), strict=True):
             layer.impl.placements = part
         by_budget = BudgetPlacements(table, spec.h2o, layout, end, split)
-        return layers if parts else (), by_budget if own else None
+        return layers if by_head else (), by_budget if several else None
 
     def _richest_blocks(self, spec: H2OAttentionSpec) -> int:
         """Blocks of the richest head of any rank, by the engine's budget."""
         return budgets(self.vllm_config, spec.max_model_len)[1] // spec.block_size
 
-    def _heads_part_ways(self, builder: H2OMetadataBuilder) -> bool:
+    def _has_head_budgets(self, builder: H2OMetadataBuilder) -> bool:
         """Whether the heads of a KV cache group have budgets of their own."""
         config, profile = builder.spec.h2o, profile_of(self.vllm_config)
         if profile is None and config.head_budgets != REQUEST:
@@ -454,7 +454,7 @@ class H2OWorker(_Stock):
 
         Returns:
             For each request that was compressed since `h2o_record`: `ends`, see
-            `attention.survivors.Losses`, and `heads`, a list of `layer` (as the model
+            `attention.watch.Losses`, and `heads`, a list of `layer` (as the model
             counts), `head` (likewise) and `lost_at`.
         """
         assert self._recorder is not None

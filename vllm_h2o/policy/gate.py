@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-WORTH = 64
-"""Queries that what is expected of a token counts as much as."""
+NUM_QUERIES = 64
+"""An expected score counts as much as the attention of this many queries."""
 POWER = 4
 """The target is this root of the attention: what is rare and large is not all."""
 RIDGE = 1e-3
@@ -31,9 +31,9 @@ RIDGE = 1e-3
 NEWEST = 32
 """Tokens at the end of a prompt that are no examples: they are kept anyway."""
 PROMPTS = 0.375, 0.75
-"""Shares of a text, but for its end, that are taken for prompts,"""
+"""Prompt lengths used as examples, as shares of the text."""
 LATER = 0.25
-"""and the share after them whose queries count as later."""
+"""Share of the text after a prompt whose queries are its later queries."""
 LEAST_EXPLAINED = 0.2
 """R^2 on a text that it did not learn from, below which a gate is of no use."""
 LEAST_NORM = 1e-6

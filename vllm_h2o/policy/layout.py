@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.gate import WORTH
+from vllm_h2o.policy.gate import NUM_QUERIES
 from vllm_h2o.policy.options import ALL_QUERIES, part_of, shown
 
 _CACHE_LINE_FLOATS = 16
@@ -97,9 +97,10 @@ class SlotLayout:
 
     @classmethod
     def fewest_blocks(cls, config: H2OConfig, block_size: int) -> int:
-        """Blocks of the poorest head: one, if it holds the sinks and a half besides.
+        """Smallest number of blocks that a head may get.
 
-        Else as few as have a heavy set that holds them; some budget must.
+        One if the sinks fill at most half of it, else the fewest whose heavy set has
+        room for the sinks.
         """
         if 2 * config.sinks <= block_size:
             return 1
@@ -156,9 +157,9 @@ def floats_of_page(
     """What a KV head keeps of a page for the policy's options.
 
     Where queries read a part of the pages this is a bound of its keys (`[head_size]`,
-    see `policy.reading`). Where lost tokens are merged (see `policy.merging`) it is the
-    inverse length of each key, which the C kernel compares with, and a threshold that
-    takes a whole cache line, or the next page would begin within one.
+    see `policy.sparse_read`). Where lost tokens are merged (see `policy.merging`) it is
+    the inverse length of each key, which the C kernel compares with, and a threshold
+    that takes a whole cache line, or the next page would begin within one.
     """
     return head_size * reads_part + (block_size + _CACHE_LINE_FLOATS) * merges
 
@@ -174,7 +175,7 @@ def first_observer(
         window: The request's own observation window; None: the policy's.
     """
     if config.gated:
-        return max(0, prefill_end - WORTH)
+        return max(0, prefill_end - NUM_QUERIES)
     window = config.observation_window if window is None else window
     if window == ALL_QUERIES:
         return 0

@@ -55,7 +55,7 @@ class HeadProfile:
         grid_tokens: `[n]` budgets in tokens, ascending.
         errors: `[num_layers, num_kv_heads, n]` squared error of the head's
             contribution to what the layer puts out, relative as
-            `vllm_h2o.policy.errors` says.
+            `vllm_h2o.policy.sensitivity` says.
         measured_on: What it was measured on, for people.
         context_tokens: Tokens of the texts; 0: the grid ends at 80 % of them, as
             in files that do not say.
@@ -155,7 +155,7 @@ class HeadProfile:
         all of it is kept the error to be 0. A budget of more than `SCARCE_SHARE` of
         the context stretches the curves further, in proportion, up to `MOST_STRETCH`
         times: the heads that need most then get more, up to the whole context, since
-        what they look up far back is little in the mean error and much in the answers.
+        their lookups far back barely change the mean error but decide answers.
 
         Args:
             context_tokens: Of the longest request.

@@ -12,7 +12,7 @@ from vllm_h2o.policy.methods.base import max_pool
 
 
 def select_residents(
-    value: torch.Tensor,
+    scores: torch.Tensor,
     pooling: int,
     layout: SlotLayout,
     pool: Callable[[torch.Tensor, int], torch.Tensor] = max_pool,
@@ -20,20 +20,20 @@ def select_residents(
     """Choose the resident tokens of a prompt, per KV head.
 
     The recent window and the sinks stay; the other heavy slots go to the
-    highest values among what is older, ties to the lower position.
+    highest scores among what is older, ties to the lower position.
 
     Args:
-        value: `[num_kv_heads, n]` float32, what the prompt's tokens are worth.
+        scores: `[num_kv_heads, n]` float32, what the prompt's tokens are worth.
         pooling: Width (odd) of the pool over neighbouring positions; 1: none.
         layout: The slots.
-        pool: How neighbours share their values.
+        pool: How neighbours share their scores.
 
     Returns:
         `(positions, slots)`: `[num_kv_heads, m]` int64 token positions, and
         `[m]` int64 slots, the same for every head, `m` the resident tokens.
     """
-    num_kv_heads, num_tokens = value.shape
-    everything = torch.arange(num_tokens, device=value.device)
+    num_kv_heads, num_tokens = scores.shape
+    everything = torch.arange(num_tokens, device=scores.device)
     if num_tokens <= layout.budget:
         return everything.expand(num_kv_heads, -1), everything
     ring_start = _ring_start(layout, num_tokens)
@@ -42,12 +42,12 @@ def select_residents(
         layout.heavy_slots + (recent - layout.heavy_slots) % layout.recent_slots
     )
     if pooling > 1:
-        value = pool(value, pooling)
-    value = value[:, :ring_start]
+        scores = pool(scores, pooling)
+    scores = scores[:, :ring_start]
     if layout.whole_blocks:
-        heavy = _heaviest_blocks(value, layout)
+        heavy = _heaviest_blocks(scores, layout)
     else:
-        heavy = _heaviest(value, layout.heavy_slots, layout.sinks)
+        heavy = _heaviest(scores, layout.heavy_slots, layout.sinks)
     positions = torch.cat([heavy, recent.expand(num_kv_heads, -1)], dim=1)
     slots = torch.cat([everything[: layout.heavy_slots], recent_slots])
     return positions, slots
@@ -61,33 +61,33 @@ def _ring_start(layout: SlotLayout, num_tokens: int) -> int:
     return end - layout.recent_slots
 
 
-def _heaviest(value: torch.Tensor, count: int, pinned: int) -> torch.Tensor:
-    """Indices `[num_kv_heads, count]` of the highest values, ascending.
+def _heaviest(scores: torch.Tensor, count: int, pinned: int) -> torch.Tensor:
+    """Indices `[num_kv_heads, count]` of the highest scores, ascending.
 
-    The first `pinned` are in whatever their value is. NaN counts as infinite.
+    The first `pinned` are in whatever their score is. NaN counts as infinite.
     """
     if count == 0:
-        return torch.empty(len(value), 0, dtype=torch.int64, device=value.device)
-    value = value.nan_to_num(math.inf, math.inf, -math.inf)
-    value[:, :pinned] = math.inf
+        return torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
+    scores = scores.nan_to_num(math.inf, math.inf, -math.inf)
+    scores[:, :pinned] = math.inf
     # A whole stable sort would do too, at several times the cost.
-    lowest = value.topk(count, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-    chosen, ties = value > lowest, value == lowest
+    lowest = scores.topk(count, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    chosen, ties = scores > lowest, scores == lowest
     room = count - chosen.sum(dim=1, keepdim=True)
     chosen |= ties & (ties.cumsum(dim=1) <= room)
     # By scatter instead of nonzero, which on a GPU would wait for the result.
     place = torch.where(chosen, chosen.cumsum(dim=1) - 1, count)
-    indices = place.new_empty(len(value), count + 1)
-    everything = torch.arange(value.shape[1], device=value.device)
+    indices = place.new_empty(len(scores), count + 1)
+    everything = torch.arange(scores.shape[1], device=scores.device)
     return indices.scatter_(1, place, everything.expand_as(place))[:, :count]
 
 
-def _heaviest_blocks(value: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
+def _heaviest_blocks(scores: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
     """Positions `[num_kv_heads, heavy_slots]` of the heaviest whole blocks."""
     size = layout.block_size
-    block_value = value.unflatten(1, (-1, size)).sum(dim=2)
+    block_scores = scores.unflatten(1, (-1, size)).sum(dim=2)
     blocks = _heaviest(
-        block_value, layout.heavy_slots // size, layout.pinned_slots // size
+        block_scores, layout.heavy_slots // size, layout.pinned_slots // size
     )
-    within = torch.arange(size, device=value.device)
+    within = torch.arange(size, device=scores.device)
     return (blocks[:, :, None] * size + within).flatten(1)

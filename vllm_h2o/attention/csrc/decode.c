@@ -1,5 +1,5 @@
 /* The CPU kernels: decode.h has those of resident rows and the layout of a page,
- * observe.h and gate.h those that score prompts, choose.h the choice of what stays. */
+ * observe.h and gate.h those that score prompts, select.h the choice of what stays. */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -13,14 +13,14 @@
 #define H2O_GROUP 4
 #define H2O_TILE 2
 #define H2O_WIDE_TILE (H2O_LANES / 4)
-/* Pages between the prefetch of their scores and births and the search in them. */
+/* Pages between the prefetch of their attention and births and the search in them. */
 #define H2O_AHEAD 8
 /* Prompt rows (a query head of a query) that share one read of K, and the bytes of
  * their logits that a thread holds at a time: about half an L2 cache. */
 #define H2O_ROWS (H2O_LANES / 2) /* with K and q they fill the registers */
 #define H2O_SCRATCH_BYTES (512 * 1024)
 
-/* benchmarks/kernel.py builds a variant without scores and graduation. */
+/* benchmarks/kernel.py builds a variant without scoring and graduation. */
 #ifdef H2O_BARE
 #define H2O_TRACKS 0
 #else
@@ -33,7 +33,7 @@
 #define H2O_NEWEST_SHARE 0.7f
 /* A key or value is no shorter, see policy/gate.py. */
 #define H2O_LEAST_NORM 1e-6f
-/* Weight of a page's highest keys beside its lowest, see policy/reading.py. */
+/* Weight of a page's highest keys beside its lowest, see policy/sparse_read.py. */
 #define H2O_HIGHEST_SHARE 0.6f
 
 /* Mirrored by vllm_h2o/attention/ops/cpu.py. Strides of pages in bytes, of the
@@ -71,7 +71,7 @@ typedef struct {
     const int32_t *source_blocks; /* [.] block of position p: [p / block_size] */
     int64_t *positions; /* [num_kv_heads][most] chosen, -1 past a head's own */
     int64_t *slots;     /* where they go, ascending or once around a ring */
-    const float *scores; /* [num_kv_heads][num_tokens] */
+    const float *attention; /* [num_kv_heads][num_tokens] */
     int64_t num_tokens, most, pooling, in_place;
 } h2o_transition_args;
 
@@ -81,10 +81,10 @@ typedef struct {
     const void *query;     /* [num_queries][num_heads][head_size] */
     const void *cache;     /* page of block 0 */
     const int32_t *blocks; /* block of position p: [p / block_size] */
-    float *scores;         /* [num_kv_heads][>= first_position + num_queries] */
+    float *attention;         /* [num_kv_heads][>= first_position + num_queries] */
     void *output;          /* like query; NULL: not asked for */
     int64_t num_queries, num_heads, num_kv_heads, head_size, block_size;
-    int64_t query_stride, output_stride, scores_stride, page_stride;
+    int64_t query_stride, output_stride, attention_stride, page_stride;
     int64_t first_position, first_scoring, num_threads;
     float scale, softcap, score_decay;
 } h2o_observe_args;
@@ -96,7 +96,7 @@ typedef struct {
     const int32_t *blocks; /* block of position p: [p / block_size] */
     const float *weights;  /* [num_kv_heads][2 * head_size + 4] */
     const void *angles;    /* [num_positions][rotary_dim] cosines, then sines */
-    float *scores;         /* [num_kv_heads][num_tokens] */
+    float *attention;         /* [num_kv_heads][num_tokens] */
     int64_t num_tokens, first_query, group, num_kv_heads, head_size, block_size;
     int64_t page_stride, num_positions, rotary_dim; /* 0: keys are not rotated */
     int64_t neox, unknown, floats, num_threads; /* floats: the angles are, not ELEMs */
@@ -144,7 +144,7 @@ static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
 }
 
 typedef struct {
-    float value;
+    float score;
     int32_t birth;
     int64_t slot; /* -1: none yet */
 } h2o_lowest;
@@ -214,13 +214,13 @@ static inline float h2o_at_least_a_norm(float x) {
     return x > H2O_LEAST_NORM ? x : H2O_LEAST_NORM;
 }
 
-/* What tokens are compared by: the score, or its mean per query that saw it. */
-static inline float h2o_value(const h2o_decode_args *a, float score, int32_t birth,
+/* What tokens are compared by: their attention, or its mean per query that saw it. */
+static inline float h2o_score(const h2o_decode_args *a, float attention, int32_t birth,
                               const h2o_slots *r) {
-    if (!a->score_mean) return score;
+    if (!a->score_mean) return attention;
     const int32_t first_query = (int32_t)r->first_query;
     const int32_t seen_since = birth > first_query ? birth : first_query;
-    return score / (float)((int32_t)r->position - seen_since);
+    return attention / (float)((int32_t)r->position - seen_since);
 }
 
 static inline float h2o_bf16_to_f32(uint16_t x) {
@@ -311,19 +311,19 @@ static inline void h2o_add_columns(const float *restrict rows, const float *fact
             sums[i] += factors[r] * rows[r * stride + i];
 }
 
-/* scores += the parts [num_kv_heads][num_parts][num_keys]. */
+/* attention += the parts [num_kv_heads][num_parts][num_keys]. */
 static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
                           int64_t num_parts, int64_t num_keys) {
     for (int64_t i = 0; i < a->num_kv_heads * num_parts; ++i) {
-        float *restrict scores = a->scores + i / num_parts * a->scores_stride;
-        for (int64_t t = 0; t < num_keys; ++t) scores[t] += parts[i * num_keys + t];
+        float *restrict attention = a->attention + i / num_parts * a->attention_stride;
+        for (int64_t t = 0; t < num_keys; ++t) attention[t] += parts[i * num_keys + t];
     }
 }
 
-#include "choose.h"
+#include "select.h"
 
 #define NAME h2o_decode_float32
-#define COMPRESS h2o_compress_float32
+#define COPY_KEPT h2o_copy_kept_float32
 #define OBSERVE h2o_observe_float32
 #define GATE h2o_gate_float32
 #define ELEM float
@@ -338,7 +338,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #include "undefine.h"
 
 #define NAME h2o_decode_bfloat16
-#define COMPRESS h2o_compress_bfloat16
+#define COPY_KEPT h2o_copy_kept_bfloat16
 #define OBSERVE h2o_observe_bfloat16
 #define GATE h2o_gate_bfloat16
 #define ELEM uint16_t
@@ -354,7 +354,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 
 #ifdef __FLT16_MANT_DIG__ /* gcc before 12 has no _Float16 on x86 */
 #define NAME h2o_decode_float16
-#define COMPRESS h2o_compress_float16
+#define COPY_KEPT h2o_copy_kept_float16
 #define OBSERVE h2o_observe_float16
 #define GATE h2o_gate_float16
 #define ELEM _Float16

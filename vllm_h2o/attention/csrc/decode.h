@@ -3,7 +3,7 @@
  * Included once per element type with these macros set:
  *   ELEM        storage type of query, key, value, cache and output
  *   NAME        name of the exported function
- *   COMPRESS    name of the exported function that compresses a request
+ *   COPY_KEPT    name of the exported function that compresses a request
  *   TO_F32(x)   ELEM -> float
  *   FROM_F32(x) float -> ELEM
  *   LOAD(from)  H2O_LANES ELEMs -> vector of floats
@@ -11,13 +11,13 @@
  *   IN_ORDER(pair)         undoes
  *
  * Formula, per row with new position p and KV head g (query heads h of g):
- *   value(s)  = score[s], or score[s] / (p - max(birth[s], first_query)) for mean
+ *   score(s)  = attention[s], for mean attention[s] / (p - max(birth[s], first_query))
  *   graduate  : if p >= budget, the token in slot(p) replaces the heavy slot of
- *               lowest value (ties: oldest) if its value is strictly higher
- *   write     : K, V of the new token -> slot(p), score 0, birth p
+ *               lowest score (ties: oldest) if its score is strictly higher
+ *   write     : K, V of the new token -> slot(p), attention 0, birth p
  *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
- *   score     : score[s] = score[s] * decay + sum_{h in g} A[h,s]
- * A row with p < first_query leaves all scores alone: others may share its pages.
+ *   score     : attention[s] = attention[s] * decay + sum_{h in g} A[h,s]
+ * A row with p < first_query leaves all attention alone: others may share its pages.
  * Where losses merge, what graduation drops goes into the values that are kept once
  * this query has read them (merge.h).
  * With read < 1 the other rows attend to a part of the pages only (read.h); A is 0 for
@@ -29,7 +29,7 @@
  *
  * A page (one block of one layer) is, per KV head, K column-major
  * [head_size][block_size] then V row-major [block_size][head_size] (vLLM's CPU
- * layout, ISA `vec`); then float scores[heads][block_size] and
+ * layout, ISA `vec`); then float attention[heads][block_size] and
  * int32 births[heads][block_size] of the whole page, and with read < 1
  * float bounds[heads][head_size]; where losses merge
  * float inverse_norms[heads][block_size] lie before the bounds, and the page's last
@@ -43,7 +43,7 @@
 typedef struct {
     ELEM *key;    /* [head_size][block_size] */
     ELEM *value;  /* [block_size][head_size] */
-    float *score; /* [block_size] */
+    float *attention; /* [block_size] */
     int32_t *birth;
     float *inverse_norm; /* [block_size] of the keys, where losses merge */
     float *bound;        /* [head_size], with read < 1 only */
@@ -52,17 +52,17 @@ typedef struct {
 
 static inline FN(page) FN(page_at)(const h2o_decode_args *a, char *base, int64_t head) {
     const int64_t half = a->block_size * a->head_size;
-    float *scores = (float *)(base + a->state_offset);
+    float *attention = (float *)(base + a->state_offset);
     FN(page) page;
     page.key = (ELEM *)base + head * 2 * half;
     page.value = page.key + half;
-    page.score = scores + head * a->block_size;
-    scores += a->num_kv_heads * a->block_size;
-    page.birth = (int32_t *)scores + head * a->block_size;
-    scores += a->num_kv_heads * a->block_size;
-    page.inverse_norm = scores + head * a->block_size;
-    if (a->merges) scores += a->num_kv_heads * a->block_size;
-    page.bound = scores + head * a->head_size;
+    page.attention = attention + head * a->block_size;
+    attention += a->num_kv_heads * a->block_size;
+    page.birth = (int32_t *)attention + head * a->block_size;
+    attention += a->num_kv_heads * a->block_size;
+    page.inverse_norm = attention + head * a->block_size;
+    if (a->merges) attention += a->num_kv_heads * a->block_size;
+    page.bound = attention + head * a->head_size;
     page.threshold = (float *)(base + a->page_stride) - a->num_kv_heads + head;
     return page;
 }
@@ -85,25 +85,25 @@ static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64
     const int64_t bs = a->block_size, hs = a->head_size;
     for (int64_t d = 0; d < hs; ++d) to.key[d * bs + j] = from.key[d * bs + i];
     memcpy(to.value + j * hs, from.value + i * hs, hs * sizeof(ELEM));
-    to.score[j] = from.score[i];
+    to.attention[j] = from.attention[i];
     to.birth[j] = from.birth[i];
     if (a->merges) to.inverse_norm[j] = from.inverse_norm[i];
 }
 
-/* The lowest value among the slots [first, last) of a page, and the oldest of those
- * that have it, if they come before `best`. Values are negated for h2o_highest. */
+/* The lowest score among the slots [first, last) of a page, and the oldest of those
+ * that have it, if they come before `best`. Scores are negated for h2o_highest. */
 static inline void FN(find_lowest)(const h2o_decode_args *a, const h2o_slots *r,
                                    FN(page) page, int64_t block, int64_t first,
                                    int64_t last, h2o_lowest *best) {
     float negated[last];
     for (int64_t i = first; i < last; ++i)
-        negated[i] = -h2o_value(a, page.score[i], page.birth[i], r);
-    if (h2o_highest(negated + first, last - first, -FLT_MAX) < -best->value) return;
+        negated[i] = -h2o_score(a, page.attention[i], page.birth[i], r);
+    if (h2o_highest(negated + first, last - first, -FLT_MAX) < -best->score) return;
     for (int64_t i = first; i < last; ++i) {
-        const float value = -negated[i];
-        if (value < best->value ||
-            (value == best->value && page.birth[i] < best->birth))
-            *best = (h2o_lowest){value, page.birth[i], block * a->block_size + i};
+        const float score = -negated[i];
+        if (score < best->score ||
+            (score == best->score && page.birth[i] < best->birth))
+            *best = (h2o_lowest){score, page.birth[i], block * a->block_size + i};
     }
 }
 
@@ -112,7 +112,7 @@ static inline void FN(prefetch_state)(const h2o_decode_args *a, const h2o_slots 
                                       int64_t b, int64_t num_blocks) {
     if (b >= num_blocks) return;
     const FN(page) page = FN(page_of)(a, r, b);
-    h2o_prefetch(page.score, a->block_size * sizeof(float));
+    h2o_prefetch(page.attention, a->block_size * sizeof(float));
     h2o_prefetch(page.birth, a->block_size * sizeof(int32_t));
     if (a->read < 1.0) h2o_prefetch(page.bound, a->head_size * sizeof(float));
 }
@@ -135,8 +135,8 @@ static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r,
     }
     FN(page) ring = FN(page_of)(a, r, r->slot / bs);
     const int64_t i = r->slot % bs;
-    const float value = h2o_value(a, ring.score[i], ring.birth[i], r);
-    const int wins = best.slot >= 0 && value > best.value;
+    const float score = h2o_score(a, ring.attention[i], ring.birth[i], r);
+    const int wins = best.slot >= 0 && score > best.score;
     const FN(page) losing = wins ? FN(page_of)(a, r, best.slot / bs) : ring;
     const int64_t loser = wins ? best.slot % bs : i;
     if (a->merges) FN(note_loss)(a, losing, loser, lost);
@@ -145,11 +145,11 @@ static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r,
     if (a->read < 1.0) FN(set_bound)(a, losing, bs);
 }
 
-static inline float FN(block_value)(const h2o_decode_args *a, const h2o_slots *r,
+static inline float FN(block_score)(const h2o_decode_args *a, const h2o_slots *r,
                                     FN(page) page) {
     float sum = 0.0f;
     for (int64_t i = 0; i < a->block_size; ++i)
-        sum += h2o_value(a, page.score[i], page.birth[i], r);
+        sum += h2o_score(a, page.attention[i], page.birth[i], r);
     return sum;
 }
 
@@ -160,19 +160,19 @@ static void FN(graduate_block)(const h2o_decode_args *a, const h2o_slots *r) {
     int64_t loser = -1;
     for (int64_t b = a->pinned_slots / bs; b < r->heavy_slots / bs; ++b) {
         FN(page) page = FN(page_of)(a, r, b);
-        const float value = FN(block_value)(a, r, page);
-        if (value < lowest || (value == lowest && page.birth[0] < oldest)) {
-            lowest = value;
+        const float score = FN(block_score)(a, r, page);
+        if (score < lowest || (score == lowest && page.birth[0] < oldest)) {
+            lowest = score;
             oldest = page.birth[0];
             loser = b;
         }
     }
     FN(page) ring = FN(page_of)(a, r, r->slot / bs);
-    if (loser < 0 || FN(block_value)(a, r, ring) <= lowest) return;
+    if (loser < 0 || FN(block_score)(a, r, ring) <= lowest) return;
     FN(page) heavy = FN(page_of)(a, r, loser);
     memcpy(heavy.key, ring.key, bs * a->head_size * sizeof(ELEM));
     memcpy(heavy.value, ring.value, bs * a->head_size * sizeof(ELEM));
-    memcpy(heavy.score, ring.score, bs * sizeof(float));
+    memcpy(heavy.attention, ring.attention, bs * sizeof(float));
     memcpy(heavy.birth, ring.birth, bs * sizeof(int32_t));
     if (a->read < 1.0) FN(set_bound)(a, heavy, bs);
 }
@@ -322,8 +322,8 @@ static inline __attribute__((always_inline)) void FN(attend_page)(
                         group);
 }
 
-/* score = score * decay + what the query heads gave, page by page. */
-static inline __attribute__((always_inline)) void FN(add_scores)(
+/* attention = attention * decay + what the query heads gave, page by page. */
+static inline __attribute__((always_inline)) void FN(add_attention)(
     const h2o_decode_args *a, const h2o_slots *r, float decay, const int64_t *list,
     int64_t num_pages, const float *probs, const float *marks, const float *inverse,
     const int group) {
@@ -331,8 +331,8 @@ static inline __attribute__((always_inline)) void FN(add_scores)(
     const float *highest = marks + (num_pages - 1) * H2O_GROUP;
     for (int64_t b = 0; b < num_pages; ++b, marks += H2O_GROUP) {
         const int64_t soon = b + H2O_AHEAD < num_pages ? b + H2O_AHEAD : b;
-        h2o_prefetch(FN(page_of)(a, r, list[soon]).score, bs * sizeof(float));
-        float *restrict score = FN(page_of)(a, r, list[b]).score;
+        h2o_prefetch(FN(page_of)(a, r, list[soon]).attention, bs * sizeof(float));
+        float *restrict attention = FN(page_of)(a, r, list[b]).attention;
         const int64_t valid = FN(valid_slots)(a, r, list[b]);
         const float *restrict part = probs + b * bs;
         float weight[H2O_GROUP];
@@ -341,7 +341,7 @@ static inline __attribute__((always_inline)) void FN(add_scores)(
         for (int64_t s = 0; s < valid; ++s) {
             float received = 0.0f;
             for (int g = 0; g < group; ++g) received += part[g * stride + s] * weight[g];
-            score[s] = score[s] * decay + received;
+            attention[s] = attention[s] * decay + received;
         }
     }
 }
@@ -391,7 +391,7 @@ static inline __attribute__((always_inline)) void FN(attend)(
     float inverse[H2O_GROUP];
     for (int g = 0; g < group; ++g) inverse[g] = 1.0f / sums[g];
     if (H2O_SCORES(r))
-        FN(add_scores)(a, r, decay, list, num_pages, probs, marks, inverse, group);
+        FN(add_attention)(a, r, decay, list, num_pages, probs, marks, inverse, group);
     FN(write_output)(out, inverse, hs, group, output);
 }
 
@@ -431,7 +431,7 @@ static void FN(write)(const h2o_decode_args *a, const h2o_slots *r, const ELEM *
     FN(page) page = FN(page_of)(a, r, r->slot / bs);
     for (int64_t d = 0; d < hs; ++d) page.key[d * bs + i] = key[d];
     memcpy(page.value + i * hs, value, hs * sizeof(ELEM));
-    if (H2O_SCORES(r)) page.score[i] = 0.0f;
+    if (H2O_SCORES(r)) page.attention[i] = 0.0f;
     page.birth[i] = (int32_t)r->position;
     if (a->merges) FN(set_norm)(a, page, i);
     if (a->read < 1.0 && H2O_SCORES(r) && r->slot < r->heavy_slots)
@@ -474,7 +474,7 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
             FN(attend_merging)(a, r, decay, list, num_pages, q, o, scratch, group, &lost);
         else
             FN(attend_alone)(a, r, decay, list, num_pages, q, o, scratch, group - g);
-        decay = 1.0f; /* an old score decays once per query, not per group */
+        decay = 1.0f; /* an old attention decays once per query, not per group */
     }
     if (merging) FN(merge)(a, FN(page_of)(a, r, 0), &lost);
 }
@@ -523,13 +523,13 @@ static inline void FN(gather_tokens)(const h2o_decode_args *a, FN(page) from,
     }
 }
 
-/* Their scores and births, into `to`. */
+/* Their attention and births, into `to`. */
 static inline void FN(set_state)(const h2o_transition_args *c, int64_t head,
                                  const int64_t *positions, int64_t count,
                                  FN(page) to, int64_t to_slot) {
-    const float *scores = c->scores + head * c->num_tokens;
+    const float *attention = c->attention + head * c->num_tokens;
     for (int64_t t = 0; t < count; ++t) {
-        to.score[to_slot + t] = scores[positions[t]];
+        to.attention[to_slot + t] = attention[positions[t]];
         to.birth[to_slot + t] = (int32_t)positions[t];
     }
 }
@@ -558,7 +558,7 @@ static inline void FN(set_bounds)(const h2o_decode_args *a, const h2o_slots *tar
 /* Chosen tokens of row 0 into its slots, by its placement. In place these
  * lie in the very pages that tokens leave, so that all are read before one is
  * written; there a head keeps all, which are where they belong, or fills its pages. */
-static int FN(compress_head)(const h2o_transition_args *c, int64_t head) {
+static int FN(copy_kept_head)(const h2o_transition_args *c, int64_t head) {
     const h2o_decode_args *a = &c->target;
     const int64_t bs = a->block_size, hs = a->head_size, half = bs * hs;
     const int64_t *positions = c->positions + head * c->most;
@@ -592,12 +592,12 @@ static int FN(compress_head)(const h2o_transition_args *c, int64_t head) {
     return 0;
 }
 
-int COMPRESS(const h2o_transition_args *c, int64_t num_layers) {
+int COPY_KEPT(const h2o_transition_args *c, int64_t num_layers) {
     const int64_t heads = c->target.num_kv_heads;
     int failed = 0;
 #pragma omp parallel for num_threads(c->target.num_threads) \
     reduction(| : failed) schedule(dynamic)
     for (int64_t i = 0; i < num_layers * heads; ++i)
-        failed |= FN(compress_head)(c + i / heads, i % heads);
+        failed |= FN(copy_kept_head)(c + i / heads, i % heads);
     return failed;
 }

@@ -8,7 +8,7 @@
  * w = [wk, wv, w1, w2, w3, w4] of g and k the token's key before RoPE:
  *   e           = sqrt(d) (wk . k/|k| + wv . v/|v|) + w1 log|k| + w2 log|v|
  *                 + w3 log(n - t) + w4
- *   score[g,t]  = group * max(e, 0)^4 * (n - max(t, first_query))
+ *   attention[g,t]  = group * max(e, 0)^4 * (n - max(t, first_query))
  *
  * Reference: attention/gate.py::LayerGate.fill.  Sums run in another order; everything
  * else is the same arithmetic.
@@ -88,7 +88,7 @@ static void FN(dot_values)(const h2o_gate_args *a, const ELEM *value,
     }
 }
 
-/* The scores of page b's tokens in one KV head of a layer; `ages` and `queries` are
+/* The attention of page b's tokens in one KV head of a layer; `ages` and `queries` are
  * log(n - t) and n - max(t, first_query) of each. */
 static void FN(expect_page)(const h2o_gate_args *a, int64_t b, int64_t head,
                             const float *angles, const float *ages,
@@ -100,7 +100,7 @@ static void FN(expect_page)(const h2o_gate_args *a, int64_t b, int64_t head,
     const float *w = a->weights + head * (2 * hs + 4);
     const float w1 = w[2 * hs], w2 = w[2 * hs + 1], w3 = w[2 * hs + 2], w4 = w[2 * hs + 3];
     const float root = sqrtf((float)hs), group = (float)a->group;
-    float *restrict score = a->scores + head * n + b * bs;
+    float *restrict attention = a->attention + head * n + b * bs;
     float k[bs], v[bs], kk[bs], vv[bs];
     int64_t s = 0;
     for (; s + H2O_TILE * H2O_LANES <= bs; s += H2O_TILE * H2O_LANES)
@@ -117,7 +117,7 @@ static void FN(expect_page)(const h2o_gate_args *a, int64_t b, int64_t head,
                         w1 * h2o_log(key_norm) + w2 * h2o_log(value_norm) +
                         w3 * ages[s] + w4;
         const float square = e > 0.0f ? e * e : 0.0f;
-        score[s] = group * square * square * queries[s];
+        attention[s] = group * square * square * queries[s];
     }
 }
 

@@ -7,11 +7,11 @@
  * Formula, per KV head g with its query heads h and the queries at positions
  * first_position + q, 0 <= q < m:
  *   A[h,q,t]    = softmax over t <= first_position + q of scale * q[q,h] . K[t]
- *   scores[g,t] += sum_{q >= first_scoring} decay^(m-1-q) sum_{h in g} A[h,q,t]
+ *   attention[g,t] += sum_{q >= first_scoring} decay^(m-1-q) sum_{h in g} A[h,q,t]
  *   output[q,h]  = sum_t A[h,q,t] V[t]
  *
  * Reference: ops/reference.py::observe and ::attend_observed.  Differences from it:
- * the caller decays the old scores, sums run in another order, and exp is h2o_exp
+ * the caller decays the old attention, sums run in another order, and exp is h2o_exp
  * (relative error about 1e-7).
  *
  * K is read in its pages, column-major [head_size][block_size], V row-major. A tile

@@ -1,6 +1,7 @@
 /* Which pages of the heavy set a query reads; included by decode.h per element type.
  *
- * Formula and reference: vllm_h2o/policy/reading.py::pages_read, with its ties. A page's
+ * Formula and reference: vllm_h2o/policy/sparse_read.py::pages_read, with its ties. A
+ * page's
  * bound, highest and lowest key by element, lies in the page and is made anew when a
  * token enters it, from all of its keys: that reads one page of a step's many.
  * Difference: a bound passes over keys with NaN, for which the reference's is NaN.
@@ -91,7 +92,7 @@ static inline void FN(decay_unread)(const h2o_decode_args *a, const h2o_slots *r
             ++read;
             continue;
         }
-        float *restrict score = FN(page_of)(a, r, b).score;
-        for (int64_t s = 0; s < a->block_size; ++s) score[s] *= a->score_decay;
+        float *restrict attention = FN(page_of)(a, r, b).attention;
+        for (int64_t s = 0; s < a->block_size; ++s) attention[s] *= a->score_decay;
     }
 }

@@ -1,5 +1,5 @@
 /* Clears what decode.h, observe.h and gate.h were included with, for the next type. */
-#undef COMPRESS
+#undef COPY_KEPT
 #undef OBSERVE
 #undef GATE
 #undef FN

@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 
 from vllm_h2o.attention.ops.types import (
-    Chosen,
     DecodeParams,
+    Kept,
     ResidentRows,
     ScoredLayer,
 )
@@ -21,7 +21,7 @@ from vllm_h2o.policy.methods import State, starts_at_zero
 from vllm_h2o.policy.options import shown
 
 __all__ = [
-    "KERNELS", "Chosen", "DecodeParams", "ResidentRows", "ScoredLayer",
+    "KERNELS", "Kept", "DecodeParams", "ResidentRows", "ScoredLayer",
     "attend_observed", "decode_resident", "observe", "runs_reference",
     "score_by_gate", "start", "transition",
 ]  # fmt: skip
@@ -81,7 +81,7 @@ def transition(
 ) -> None:
     """Choose what each KV head of each layer keeps, and copy it into its slots.
 
-    The two halves are `reference.choose` and `reference.compress`, layer by layer.
+    The two halves are `reference.select` and `reference.copy_kept`, layer by layer.
     Sources may be overwritten: all of a head is read before anything of it is written.
 
     Args:

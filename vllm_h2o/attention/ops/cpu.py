@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from vllm_h2o.attention.ops import (
-    Chosen,
     DecodeParams,
+    Kept,
     ResidentRows,
     ScoredLayer,
     c_library,
@@ -71,7 +71,7 @@ class _TransitionArgs(ctypes.Structure):
     _fields_ = [
         ("target", _Args),
         *_fields(
-            "source_blocks positions slots scores",
+            "source_blocks positions slots attention",
             "num_tokens most pooling in_place",
         ),
     ]
@@ -81,9 +81,9 @@ class _ObserveArgs(ctypes.Structure):
     """Mirror of `h2o_observe_args` in decode.c."""
 
     _fields_ = _fields(
-        "query cache blocks scores output",
+        "query cache blocks attention output",
         "num_queries num_heads num_kv_heads head_size block_size "
-        "query_stride output_stride scores_stride page_stride "
+        "query_stride output_stride attention_stride page_stride "
         "first_position first_scoring num_threads",
         "scale softcap score_decay",
     )
@@ -93,7 +93,7 @@ class _GateArgs(ctypes.Structure):
     """Mirror of `h2o_gate_args` in decode.c."""
 
     _fields_ = _fields(
-        "cache blocks weights angles scores",
+        "cache blocks weights angles attention",
         "num_tokens first_query group num_kv_heads head_size block_size "
         "page_stride num_positions rotary_dim neox unknown floats num_threads",
     )
@@ -158,26 +158,26 @@ def transition(
     The heads of all layers share out the threads: heads with budgets of their own
     have very different amounts of work. What is dropped is merged in torch.
     """
-    choice = choose(layers, placement, first_query, config)
+    selection = select(layers, placement, first_query, config)
     if not layers[0].params.merge:
-        compress(layers, source_blocks, target_blocks, choice)
+        copy_kept(layers, source_blocks, target_blocks, selection)
         return
     for i, layer in enumerate(layers):  # one at a time: merged values take memory
-        pages, chosen = layer.pages, Chosen(*choice.tokens[:, i])
-        merges = reference.merge_dropped(pages, source_blocks, chosen, layer.state)
-        compress([layer], source_blocks, target_blocks, choice.of_layer(i))
+        pages, kept = layer.pages, Kept(*selection.tokens[:, i])
+        merges = reference.merge_dropped(pages, source_blocks, kept, layer.state)
+        copy_kept([layer], source_blocks, target_blocks, selection.of_layer(i))
         reference.put_merged(
-            pages, target_blocks, placement, chosen, merges, layer.params
+            pages, target_blocks, placement, kept, merges, layer.params
         )
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What each KV head of each layer keeps of a request.
 
     Attributes:
         tokens: `[2, num_layers, num_kv_heads, most]` int64, contiguous: positions and
-            slots of the tokens, see `Chosen`.
+            slots of the tokens, see `Kept`.
         row: `[1]` int64: the first query's position; and `[1]` int32: the placement.
         args: The kernels' arguments by layer, which point to all this.
     """
@@ -186,39 +186,39 @@ class Choice:
     row: tuple[torch.Tensor, torch.Tensor]
     args: ctypes.Array[_TransitionArgs]
 
-    def of_layer(self, i: int) -> Choice:
-        """The choice of one layer alone."""
+    def of_layer(self, i: int) -> Selection:
+        """The selection of one layer alone."""
         args = (_TransitionArgs * 1)(self.args[i])
-        return Choice(self.tokens[:, i : i + 1], self.row, args)
+        return Selection(self.tokens[:, i : i + 1], self.row, args)
 
 
-def choose(
+def select(
     layers: Sequence[ScoredLayer], placement: int, first_query: int, config: H2OConfig
-) -> Choice:
-    """See `reference.choose`, of every layer.
+) -> Selection:
+    """See `reference.select`, of every layer.
 
     Torch chooses whole blocks, and by methods whose form for prompts the kernels lack.
     """
-    choice = _no_choice(layers, placement, first_query, config.prompt_pooling)
+    selection = _no_selection(layers, placement, first_query, config.prompt_pooling)
     params = layers[0].params
     if params.fused_prompt_form and not params.layout.whole_blocks:
-        _run(_library().h2o_choose, "choose", choice.args)
-        return choice
-    choice.tokens.fill_(-1)
-    for layer, tokens in zip(layers, choice.tokens.unbind(1), strict=True):
-        kept = reference.choose(
+        _run(_library().h2o_select, "select", selection.args)
+        return selection
+    selection.tokens.fill_(-1)
+    for layer, tokens in zip(layers, selection.tokens.unbind(1), strict=True):
+        kept = reference.select(
             layer.state, placement, first_query, config, layer.params
         )
         tokens[0, :, : kept.positions.shape[1]] = kept.positions
         tokens[1, :, : kept.slots.shape[1]] = kept.slots
-    return choice
+    return selection
 
 
-def _no_choice(
+def _no_selection(
     layers: Sequence[ScoredLayer], placement: int, first_query: int, pooling: int
-) -> Choice:
-    """Room for a choice, and arguments that point to it."""
-    num_kv_heads, num_tokens = layers[0].state["score"].shape
+) -> Selection:
+    """Room for a selection, and arguments that point to it."""
+    num_kv_heads, num_tokens = layers[0].state["attention"].shape
     most = min(num_tokens, max(layer.params.largest_budget for layer in layers))
     tokens = torch.empty(2, len(layers), num_kv_heads, most, dtype=torch.int64)
     row = torch.tensor([first_query]), torch.tensor([placement], dtype=torch.int32)
@@ -226,9 +226,9 @@ def _no_choice(
     positions, slots = (part.data_ptr() for part in tokens)
     step = tokens.stride(1) * tokens.element_size()
     for i, layer in enumerate(layers):
-        scores, args = layer.state["score"], all_args[i]
-        assert scores.shape == (num_kv_heads, num_tokens)
-        assert scores.dtype == torch.float32 and scores.is_contiguous()
+        attention, args = layer.state["attention"], all_args[i]
+        assert attention.shape == (num_kv_heads, num_tokens)
+        assert attention.dtype == torch.float32 and attention.is_contiguous()
         args.target = _layer_args(layer.pages, layer.params, _Args)
         args.target.num_rows = 1
         # Any position: nothing is asked of it.
@@ -236,27 +236,27 @@ def _no_choice(
         args.target.placements = row[1].data_ptr()
         args.target.budget = layer.params.budget_of(placement)
         args.positions, args.slots = positions + i * step, slots + i * step
-        args.scores = scores.data_ptr()
+        args.attention = attention.data_ptr()
         args.num_tokens, args.most, args.pooling = num_tokens, most, pooling
-    return Choice(tokens, row, all_args)
+    return Selection(tokens, row, all_args)
 
 
-def compress(
+def copy_kept(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
-    choice: Choice,
+    selection: Selection,
 ) -> None:
-    """See `reference.compress`, of every layer."""
+    """See `reference.copy_kept`, of every layer."""
     for blocks in (source_blocks, target_blocks):
         assert blocks.dtype == torch.int32 and blocks.stride(0) == 1
     source, target = source_blocks.data_ptr(), target_blocks.data_ptr()
-    for args in choice.args:
+    for args in selection.args:
         args.target.block_table = target
         args.source_blocks = source
         args.in_place = source == target
-    function = _function("compress", layers[0].pages.keys.dtype)
-    _run(function, "compress", choice.args)
+    function = _function("copy_kept", layers[0].pages.keys.dtype)
+    _run(function, "copy_kept", selection.args)
 
 
 def _run(function: Any, name: str, args: ctypes.Array[Any]) -> None:
@@ -282,13 +282,13 @@ def score_by_gate(
 
 def _set_gate_args(args: _GateArgs, layer: ScoredLayer) -> None:
     """What is the layer's of them."""
-    pages, gate, scores = layer.pages, layer.params.gate, layer.state["score"]
+    pages, gate, attention = layer.pages, layer.params.gate, layer.state["attention"]
     _, args.num_kv_heads, args.head_size, args.block_size = pages.keys.shape
     args.cache, args.page_stride = pages.keys.data_ptr(), pages.page_stride
-    args.num_tokens = scores.shape[1]
-    assert scores.shape[0] == args.num_kv_heads
-    assert scores.dtype == torch.float32 and scores.is_contiguous()
-    args.scores = scores.data_ptr()
+    args.num_tokens = attention.shape[1]
+    assert attention.shape[0] == args.num_kv_heads
+    assert attention.dtype == torch.float32 and attention.is_contiguous()
+    args.attention = attention.data_ptr()
     assert gate is not None and gate.weights.is_contiguous()
     assert gate.weights.dtype == torch.float32
     assert gate.weights.shape == (args.num_kv_heads, 2 * args.head_size + 4)
@@ -332,7 +332,7 @@ def attend_observed(
     output: torch.Tensor | None,
 ) -> None:
     """See `vllm_h2o.attention.ops.attend_observed`; None: nobody wants the output."""
-    scores = state["score"]
+    attention = state["attention"]
     num_queries, num_heads, head_size = query.shape
     _, num_kv_heads, _, block_size = pages.keys.shape
     num_tokens = first_position + num_queries
@@ -343,18 +343,18 @@ def attend_observed(
         assert tensor.stride(1) == head_size and tensor.stride(2) == 1
     assert dense_blocks.dtype == torch.int32 and dense_blocks.stride(0) == 1
     assert len(dense_blocks) * block_size >= num_tokens
-    assert scores.dtype == torch.float32 and scores.stride(1) == 1
-    assert scores.shape[0] == num_kv_heads and scores.shape[1] >= num_tokens
+    assert attention.dtype == torch.float32 and attention.stride(1) == 1
+    assert attention.shape[0] == num_kv_heads and attention.shape[1] >= num_tokens
     if params.score_decay != 1.0:
-        scores.mul_(params.score_decay ** (num_queries - first_scoring))
+        attention.mul_(params.score_decay ** (num_queries - first_scoring))
     args = _layer_args(pages, params, _ObserveArgs)
     args.query = query.data_ptr()
     args.blocks = dense_blocks.data_ptr()
-    args.scores = scores.data_ptr()
+    args.attention = attention.data_ptr()
     args.num_queries = num_queries
     args.num_heads = num_heads
     args.query_stride = query.stride(0)
-    args.scores_stride = scores.stride(0)
+    args.attention_stride = attention.stride(0)
     args.first_position = first_position
     args.first_scoring = first_scoring
     if output is not None:

@@ -12,20 +12,20 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_h2o.attention.ops.types import (
-    Chosen,
     DecodeParams,
+    Kept,
     ResidentRows,
     ScoredLayer,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE
+from vllm_h2o.attention.placements import UNIFORM
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.merging import NO_THRESHOLD, merged
 from vllm_h2o.policy.methods import Queries, State
-from vllm_h2o.policy.probabilities import tiles
-from vllm_h2o.policy.reading import pages_read
+from vllm_h2o.policy.prompt_attention import tiles
 from vllm_h2o.policy.selection import select_residents
+from vllm_h2o.policy.sparse_read import pages_read
 
 _START_TILE = 1024
 """Tokens whose keys and values are copied at a time."""
@@ -68,19 +68,19 @@ def transition(
     """See `vllm_h2o.attention.ops.transition`: its two halves, layer by layer."""
     for layer in layers:
         state, params = layer.state, layer.params
-        chosen = choose(state, placement, first_query, config, params)
-        compress(
-            layer.pages, source_blocks, target_blocks, placement, chosen, state, params
+        kept = select(state, placement, first_query, config, params)
+        copy_kept(
+            layer.pages, source_blocks, target_blocks, placement, kept, state, params
         )
 
 
-def choose(
+def select(
     state: State,
     placement: int,
     first_query: int,
     config: H2OConfig,
     params: DecodeParams,
-) -> Chosen:
+) -> Kept:
     """Select the tokens that each KV head keeps, as `select_residents` says.
 
     A head with less than the request has on average has no room for spans: it picks
@@ -93,53 +93,53 @@ def choose(
         config: The policy.
         params: The layer's constants.
     """
-    num_kv_heads, num_tokens = state["score"].shape
+    num_kv_heads, num_tokens = state["attention"].shape
     heads_of: dict[SlotLayout, list[int]] = {}
     for head, layout in enumerate(params.layouts_of(placement, num_kv_heads)):
         heads_of.setdefault(layout, []).append(head)
     budget = params.budget_of(placement)
     queries = Queries(torch.arange(num_tokens), first_query, num_tokens, params.group)
     method = params.method
-    # Of a prompt within the budget, whose heads part later, nobody keeps these fields
-    # that long: it is chosen from by what counts while generating.
+    # A request that fills its budget only while it generates has lost the prompt's
+    # fields: the score of generated tokens decides.
     of_prompt = {*method.prompt_fields} <= {*state}
-    values = (method.prompt_value if of_prompt else method.value)(state, queries)
-    chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    scores = (method.score_prompt if of_prompt else method.score)(state, queries)
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for layout, heads in heads_of.items():
         poor = layout.budget < budget
-        mine = values if len(heads) == num_kv_heads else values[heads]
+        mine = scores if len(heads) == num_kv_heads else scores[heads]
         pooling = config.prompt_pooling if of_prompt and not poor else 1
         positions, slots = select_residents(mine, pooling, layout, method.pool)
-        chosen |= {h: (positions[i], slots) for i, h in enumerate(heads)}
-    by_head = zip(*(chosen[head] for head in range(num_kv_heads)), strict=True)
-    return Chosen(*(pad_sequence([*rows], True, padding_value=-1) for rows in by_head))
+        kept |= {h: (positions[i], slots) for i, h in enumerate(heads)}
+    by_head = zip(*(kept[head] for head in range(num_kv_heads)), strict=True)
+    return Kept(*(pad_sequence([*rows], True, padding_value=-1) for rows in by_head))
 
 
-def compress(
+def copy_kept(
     pages: Pages,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     placement: int,
-    chosen: Chosen,
+    kept: Kept,
     state: State,
     params: DecodeParams,
 ) -> None:
-    """Copy each KV head's chosen tokens into the slots of a request.
+    """Copy each KV head's kept tokens into the slots of a request.
 
     Args:
         pages: The layer's pages; targets may lie in those of other layers.
         source_blocks: See `vllm_h2o.attention.ops.transition`, and so are the next two.
         target_blocks: Of the slots.
         placement: Of the request.
-        chosen: What to copy, and where to.
+        kept: What to copy, and where to.
         state: See `ScoredLayer`.
         params: The layer's constants.
     """
     blocks = source_blocks.long()
     rows = _rows_of_slots(target_blocks, placement)
-    merges = merge_dropped(pages, blocks, chosen, state) if params.merge else None
-    for head, held in enumerate(chosen.positions >= 0):
-        positions, slots = chosen.positions[head, held], chosen.slots[head, held]
+    merges = merge_dropped(pages, blocks, kept, state) if params.merge else None
+    for head, held in enumerate(kept.positions >= 0):
+        positions, slots = kept.positions[head, held], kept.slots[head, held]
         keys, values = _tokens(pages, blocks, head, positions)
         tokens = {"keys": keys, "values": values, "births": positions.int()}
         tokens |= {name: state[name][head, positions] for name in pages.state}
@@ -147,7 +147,7 @@ def compress(
         for what, content in tokens.items():
             target.put(what, slots, content)
     if merges is not None:
-        put_merged(pages, target_blocks, placement, chosen, merges, params)
+        put_merged(pages, target_blocks, placement, kept, merges, params)
 
 
 def _rows_of_slots(blocks: torch.Tensor, placement: int) -> ResidentRows:
@@ -157,31 +157,31 @@ def _rows_of_slots(blocks: torch.Tensor, placement: int) -> ResidentRows:
 
 
 def merge_dropped(
-    pages: Pages, source_blocks: torch.Tensor, chosen: Chosen, state: State
+    pages: Pages, source_blocks: torch.Tensor, kept: Kept, state: State
 ) -> list[tuple[torch.Tensor | None, float]]:
     """What each KV head makes of the values it keeps and of those it drops.
 
     Args:
         pages: The layer's pages, read only.
         source_blocks: See `vllm_h2o.attention.ops.transition`.
-        chosen: What is kept.
+        kept: What is kept.
         state: See `ScoredLayer`; says how many tokens there are.
 
     Returns:
-        By head the new values `[n, head_size]` of its n chosen tokens, None where it
+        By head the new values `[n, head_size]` of its n kept tokens, None where it
         drops none, and its threshold, see `vllm_h2o.policy.merging`.
     """
-    blocks, everyone = source_blocks.long(), torch.arange(state["score"].shape[1])
+    blocks, everyone = source_blocks.long(), torch.arange(state["attention"].shape[1])
     merges: list[tuple[torch.Tensor | None, float]] = []
-    for head, positions in enumerate(chosen.positions):
-        kept = positions[positions >= 0]
-        if len(kept) == len(everyone):
+    for head, positions in enumerate(kept.positions):
+        held = positions[positions >= 0]
+        if len(held) == len(everyone):
             merges.append((None, NO_THRESHOLD))
             continue
-        dropped = everyone[~torch.isin(everyone, kept)]
+        dropped = everyone[~torch.isin(everyone, held)]
         tokens = [
             part.float()
-            for which in (kept, dropped)
+            for which in (held, dropped)
             for part in _tokens(pages, blocks, head, which)
         ]
         keys, values, lost_keys, lost_values = tokens
@@ -193,16 +193,16 @@ def put_merged(
     pages: Pages,
     target_blocks: torch.Tensor,
     placement: int,
-    chosen: Chosen,
+    kept: Kept,
     merges: list[tuple[torch.Tensor | None, float]],
     params: DecodeParams,
 ) -> None:
-    """Overwrite the values of what was chosen; arguments as of `compress`."""
+    """Overwrite the values of what was kept; arguments as of `copy_kept`."""
     rows = _rows_of_slots(target_blocks, placement)
     for head, (values, threshold) in enumerate(merges):
         target = _Resident(pages, rows, 0, head, params)
         if values is not None:
-            slots = chosen.slots[head]
+            slots = kept.slots[head]
             target.put("values", slots[slots >= 0], values.to(pages.values.dtype))
         thresholds, at = target.threshold()
         thresholds[at] = threshold
@@ -243,7 +243,7 @@ def score_by_gate(
     for layer in layers:
         gate = layer.params.gate
         assert gate is not None
-        gate.fill(layer.state["score"], layer.pages, dense_blocks, first_query)
+        gate.fill(layer.state["attention"], layer.pages, dense_blocks, first_query)
 
 
 def observe(
@@ -312,10 +312,10 @@ class _Resident:
         self.position = int(rows.positions[row])
         self.first_query = int(rows.first_queries[row])
         num_kv_heads = pages.keys.shape[1]
-        placement = ALIKE if rows.placements is None else int(rows.placements[row])
+        placement = UNIFORM if rows.placements is None else int(rows.placements[row])
         self.layout = params.layouts_of(placement, num_kv_heads)[head]
         self.pages, self.blocks = pages, rows.block_table[row].long()
-        self.lent = placement != ALIKE
+        self.lent = placement != UNIFORM
         blocks = self.blocks.tolist()
         self.places = [(pages, block) for block in blocks]
         if self.lent and (own := params.placements):
@@ -356,11 +356,11 @@ class _Resident:
             mine = numbers == number
             self.page(what, number)[slots[mine] % size] = content[mine]
 
-    def values(self, slots: torch.Tensor) -> torch.Tensor:
+    def scores(self, slots: torch.Tensor) -> torch.Tensor:
         """What the tokens in these slots are compared by."""
         births = self.get("births", slots)
         queries = Queries(births, self.first_query, self.position)
-        return self.params.method.value(self.state(slots), queries)
+        return self.params.method.score(self.state(slots), queries)
 
     def state(self, slots: torch.Tensor) -> State:
         """Copy of what the method keeps of these slots."""
@@ -392,16 +392,16 @@ class _Resident:
         return lost
 
     def weakest(self, leaving: torch.Tensor) -> torch.Tensor:
-        """Slots of the unit that is worth least: of the heavy set, or `leaving`."""
+        """Slots of the unit of the lowest score: of the heavy set, or `leaving`."""
         layout, unit = self.layout, len(leaving)
         heavy = torch.arange(layout.pinned_slots, layout.heavy_slots)
         if not len(heavy):
             return leaving
-        competing = self.values(heavy).view(-1, unit).sum(dim=1)
+        competing = self.scores(heavy).view(-1, unit).sum(dim=1)
         births = self.get("births", heavy[::unit])
         lowest = competing.min()
         births = births.masked_fill(competing > lowest, torch.iinfo(births.dtype).max)
-        if self.values(leaving).sum() > lowest:
+        if self.scores(leaving).sum() > lowest:
             return heavy[::unit][births.argmin()] + torch.arange(unit)
         return leaving
 
@@ -451,7 +451,7 @@ class _Resident:
         return ends | (slots == self.slot)
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:
-        """Return `[group, head_size]` attention and add it to the scores."""
+        """Return `[group, head_size]` attention; the slots add up what they get."""
         params, slots = self.params, self.occupied()
         keys = self.get("keys", slots).float()
         values = self.get("values", slots).float()

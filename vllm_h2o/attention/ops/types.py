@@ -11,7 +11,7 @@ import torch
 
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, LayerPlacements
+from vllm_h2o.attention.placements import UNIFORM, LayerPlacements
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Method, State, fused_form_of, fused_prompt_form_of
 
@@ -22,7 +22,7 @@ class ResidentRows:
 
     Attributes:
         block_table: `[num_rows, >= budget_blocks]` int32 blocks: resident ones, or
-            dense ones of a request that is kept whole.
+            dense ones of a request that stays dense.
         positions: `[num_rows]` int64 position of the new token; -1: the row is
             padding, touches no page and gets an output of 0.
         first_queries: `[num_rows]` int64 position of the first query that
@@ -30,7 +30,7 @@ class ResidentRows:
         scratch: What the Triton kernels hand to each other, for at least these
             rows; None: made for each call.
         placements: `[num_rows]` int32 where each row's slots are, an index into the
-            `PlacementTable`; None: `ALIKE` for all.
+            `PlacementTable`; None: `UNIFORM` for all.
         logit_starts: `[num_rows]` int64 slots of KV heads in the scratch before a
             row's own; None: as many for each as a row could have.
     """
@@ -53,8 +53,9 @@ class DecodeParams:
         layout: The slots of a request.
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
-        method: What a token in a slot is worth.
-        read: Share of the heavy set's pages that a query reads, see `policy.reading`.
+        method: How tokens are scored.
+        read: Share of the heavy set's pages that a query reads, see
+            `policy.sparse_read`.
         merge: Whether what is dropped goes into what is kept, see `policy.merging`.
         group: Query heads of a KV head.
         gate: What prompts are scored by in place of their queries, if anything.
@@ -122,21 +123,21 @@ class DecodeParams:
 
     def layouts_of(self, placement: int, num_kv_heads: int) -> Sequence[SlotLayout]:
         """The slots of each KV head, by the placement of that index."""
-        if placement == ALIKE:
+        if placement == UNIFORM:
             return [self.layout] * num_kv_heads
         assert self.placements is not None
         return self.placements.layouts(placement)
 
     def budget_of(self, placement: int) -> int:
         """Slots of a KV head on average."""
-        if placement == ALIKE:
+        if placement == UNIFORM:
             return self.layout.budget
         assert self.placements is not None
         return self.placements.table.placement(placement).budget
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Kept:
     """The tokens of a request that each KV head keeps, and where.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What a token is worth: one file for each method, all methods by name."""
+"""How tokens are scored: one file for each method, all methods by name."""
 
 from __future__ import annotations
 

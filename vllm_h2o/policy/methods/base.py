@@ -1,4 +1,4 @@
-"""What all methods have: how attention adds up, and what a token is worth by it."""
+"""What all methods have: how attention adds up, and how tokens are scored by it."""
 
 from __future__ import annotations
 
@@ -53,22 +53,21 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Method:
-    """What a token in a slot is worth. Those with a name are in `METHODS`.
+    """A rule that scores tokens: a slot is won by the score. `METHODS` has all by name.
 
-    A subclass needs a `name`, `observe` and `value`. Dataclass fields of its own are
+    A subclass needs a `name`, `observe` and `score`. Dataclass fields of its own are
     options: those that `H2OConfig` has too are what a user sets.
-
     """
 
     name: ClassVar[str]
     """What `--h2o-score` calls it."""
     fused_form: ClassVar[str | None] = None
     """Which of the kernels' own forms computes it, `sum` or `mean`; None: only the
-    torch reference does. Of a class itself, never of its base: what a subclass changes
-    no kernel knows."""
-    fields: ClassVar[tuple[str, ...]] = ("score",)
+    torch reference does. Not inherited: a subclass may change the formula, and then no
+    kernel computes it."""
+    fields: ClassVar[tuple[str, ...]] = ("attention",)
     """What a slot keeps beside K and V in each KV head, a float32 each: a page grows by
-    them. The first is `score`."""
+    them. The first is `attention`."""
 
     prompt_fields: ClassVar[tuple[str, ...]] = ()
     """What is kept beside of each prompt token in each KV head, until the prompt is
@@ -76,14 +75,14 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.fields[:1] != ("score",):
-            raise TypeError(f"{cls.__name__}.fields must begin with 'score'")
+        if cls.fields[:1] != ("attention",):
+            raise TypeError(f"{cls.__name__}.fields must begin with 'attention'")
         if taken := {"keys", "values", "births"} & {*cls.fields}:
             raise TypeError(f"{cls.__name__}.fields has {taken}, which a slot has")
-        keeps_more = cls.fields != ("score",) or cls.start is not Method.start
+        keeps_more = cls.fields != ("attention",) or cls.start is not Method.start
         if "fused_form" in vars(cls) and keeps_more:
             raise TypeError(
-                f"{cls.__name__} has a fused form, whose kernels keep a score that "
+                f"{cls.__name__} has a fused form, whose kernels keep attention that "
                 "starts at 0, and nothing else"
             )
 
@@ -116,8 +115,8 @@ class Method:
         """
         raise NotImplementedError
 
-    def value(self, state: State, queries: Queries) -> torch.Tensor:
-        """What tokens are compared by.
+    def score(self, state: State, queries: Queries) -> torch.Tensor:
+        """Scores that tokens compete by.
 
         Args:
             state: Of the tokens.
@@ -132,21 +131,21 @@ class Method:
         """As `observe`, for queries of a prompt; the state has `prompt_fields` too."""
         self.observe(state, probs)
 
-    def prompt_value(self, state: State, queries: Queries) -> torch.Tensor:
-        """As `value`, for the choice at the end of a prompt."""
-        return self.value(state, queries)
+    def score_prompt(self, state: State, queries: Queries) -> torch.Tensor:
+        """As `score`, for what is selected at the end of a prompt."""
+        return self.score(state, queries)
 
-    def pool(self, value: torch.Tensor, width: int) -> torch.Tensor:
-        """Let neighbouring prompt tokens share their values, the highest by default.
+    def pool(self, scores: torch.Tensor, width: int) -> torch.Tensor:
+        """Let neighbouring prompt tokens share their scores, the highest by default.
 
         Args:
-            value: `[num_kv_heads, n]` float32 of `prompt_value`.
+            scores: `[num_kv_heads, n]` float32 of `score_prompt`.
             width: Odd, in tokens, above 1.
 
         Returns:
             The same shape.
         """
-        return max_pool(value, width)
+        return max_pool(scores, width)
 
     def split(
         self, states: Sequence[State], queries: Queries, bounds: Bounds
@@ -165,9 +164,9 @@ class Method:
         return None
 
 
-def max_pool(value: torch.Tensor, width: int) -> torch.Tensor:
+def max_pool(scores: torch.Tensor, width: int) -> torch.Tensor:
     """The highest of `width` (odd) neighbours, `[num_kv_heads, n]`."""
-    pooled = F.max_pool1d(value.unsqueeze(1), width, stride=1, padding=width // 2)
+    pooled = F.max_pool1d(scores.unsqueeze(1), width, stride=1, padding=width // 2)
     return pooled.squeeze(1)
 
 
@@ -188,6 +187,6 @@ def fused_form_of(method: Method) -> str | None:
 
 def fused_prompt_form_of(method: Method) -> str | None:
     """Their form for prompts, None: these are torch's, once per request."""
-    hooks, cls = ("observe_prompt", "prompt_value", "pool"), type(method)
+    hooks, cls = ("observe_prompt", "score_prompt", "pool"), type(method)
     own = any(getattr(cls, name) is not getattr(Method, name) for name in hooks)
     return None if own else fused_form_of(method)

@@ -17,15 +17,15 @@ from vllm_h2o.policy.sharing import share_out
 class Cake(Sum):
     """Mean attention plus a multiple of its variance, over the last prompt queries.
 
-        value[t] = mean[t] + gamma * variance[t], average-pooled over neighbours
+        score[t] = mean[t] + gamma * variance[t], average-pooled over neighbours
         P[l, g]  = H[l, g]^(1/t1) * V[l, g]^(1/t2)
 
     with the mean and the variance over the observed queries and the query heads of a
     KV head together, H the entropy of their attention and V the sum of the variances,
     both over the tokens before the observed queries, or over all if all queries are
     observed. Layers share blocks in the proportion of P, and none gets more than a
-    prompt beyond the budget has. While it generates, a token is worth the last query's
-    attention, as is the token of a prompt within the budget.
+    prompt beyond the budget has. While it generates, a token's score is the last
+    query's attention, as it is for a prompt within the budget.
 
     Differs from the authors' code: the variance is over the query heads of a KV head
     too, where they take the mean of each query head's; P is of a KV head and not of its
@@ -54,24 +54,24 @@ class Cake(Sum):
 
     def observe_prompt(self, state: State, probs: torch.Tensor) -> None:
         """See the base class; plain sums, so that chunks do not matter."""
-        state["score"].add_(probs.sum(dim=(-3, -2)))
+        state["attention"].add_(probs.sum(dim=(-3, -2)))
         state["square"].add_(probs.square().sum(dim=(-3, -2)))
         state["entropy"].sub_(torch.special.xlogy(probs, probs).sum(dim=(-3, -2)))
 
     def variance(self, state: State, queries: Queries) -> torch.Tensor:
         """`[..., n]` of a token's attention, over queries and query heads."""
         count = queries.count() * queries.group
-        spread = state["square"] - state["score"].square() / count
+        spread = state["square"] - state["attention"].square() / count
         return spread / (count - 1).clamp(min=1)
 
-    def prompt_value(self, state: State, queries: Queries) -> torch.Tensor:
+    def score_prompt(self, state: State, queries: Queries) -> torch.Tensor:
         """See the base class."""
-        mean = state["score"] / (queries.count() * queries.group)
+        mean = state["attention"] / (queries.count() * queries.group)
         return mean + self.cake_gamma * self.variance(state, queries)
 
-    def pool(self, value: torch.Tensor, width: int) -> torch.Tensor:
+    def pool(self, scores: torch.Tensor, width: int) -> torch.Tensor:
         """See the base class: the mean, with zeros beyond both ends."""
-        return F.avg_pool1d(value.unsqueeze(1), width, 1, width // 2).squeeze(1)
+        return F.avg_pool1d(scores.unsqueeze(1), width, 1, width // 2).squeeze(1)
 
     def split(
         self, states: Sequence[State], queries: Queries, bounds: Bounds

@@ -42,7 +42,9 @@ class D2O(Sum):
     ) -> list[list[int]]:
         """See the base class."""
         count = len(states)
-        spread = torch.stack([state["score"].var(-1, correction=0) for state in states])
+        spread = torch.stack(
+            [state["attention"].var(-1, correction=0) for state in states]
+        )
         low, high = spread.amin(dim=0), spread.amax(dim=0)
         shares = torch.softmax(-(spread - low) / (high - low + 1e-6), dim=0)
         fewest = [bounds.fewest] * count

@@ -20,6 +20,6 @@ class Mean(Sum):
     name = "mean"
     fused_form = "mean"
 
-    def value(self, state: State, queries: Queries) -> torch.Tensor:
+    def score(self, state: State, queries: Queries) -> torch.Tensor:
         """See the base class."""
-        return state["score"] / queries.count()
+        return state["attention"] / queries.count()

@@ -18,15 +18,15 @@ class Norm(Mean):
     """
 
     name = "norm"
-    fields = ("score", "norm")
+    fields = ("attention", "norm")
 
     def start(
         self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
     ) -> State:
         """See the base class."""
         norm = values.float().abs().sum(dim=-1)
-        return {"score": torch.zeros_like(norm), "norm": norm}
+        return {"attention": torch.zeros_like(norm), "norm": norm}
 
-    def value(self, state: State, queries: Queries) -> torch.Tensor:
+    def score(self, state: State, queries: Queries) -> torch.Tensor:
         """See the base class."""
-        return super().value(state, queries) * state["norm"]
+        return super().score(state, queries) * state["norm"]

@@ -13,10 +13,11 @@ from vllm_h2o.policy.methods.base import Method, Queries, State
 class Sum(Method):
     """Attention received, all queries together.
 
-        score[t] = score[t] * decay^m + sum_{i<m} decay^(m-1-i) sum_{h in g} A[h,i,t]
+        attention[t] = attention[t] * decay^m
+                       + sum_{i<m} decay^(m-1-i) sum_{h in g} A[h,i,t]
 
     Attributes:
-        score_decay: What an old score is multiplied by per new query; 1 accumulates,
+        score_decay: What old attention is multiplied by per new query; 1 accumulates,
             at 0 only the newest query counts.
 
     Source: H2O (arXiv 2306.14048), the query heads of a KV head summed.
@@ -34,9 +35,9 @@ class Sum(Method):
             ages = torch.arange(num_queries - 1, -1, -1, device=probs.device)
             decay = torch.tensor(self.score_decay, device=probs.device)
             received = received * torch.pow(decay, ages)[:, None]
-            state["score"].mul_(self.score_decay**num_queries)
-        state["score"].add_(received.sum(dim=-2))
+            state["attention"].mul_(self.score_decay**num_queries)
+        state["attention"].add_(received.sum(dim=-2))
 
-    def value(self, state: State, queries: Queries) -> torch.Tensor:
+    def score(self, state: State, queries: Queries) -> torch.Tensor:
         """See the base class."""
-        return state["score"]
+        return state["attention"]

@@ -15,8 +15,8 @@ from vllm_h2o.attention.ops.triton.launch import (
     slots_with_logits,
 )
 from vllm_h2o.attention.ops.triton.scoring import observe
-from vllm_h2o.attention.ops.triton.selection import choose
-from vllm_h2o.attention.ops.triton.transition import compress, transition
+from vllm_h2o.attention.ops.triton.selection import select
+from vllm_h2o.attention.ops.triton.transition import copy_kept, transition
 
 __all__ = [
     "FORMS",
@@ -24,8 +24,8 @@ __all__ = [
     "DecodeScratch",
     "Tuning",
     "check_supported",
-    "choose",
-    "compress",
+    "select",
+    "copy_kept",
     "decode_resident",
     "observe",
     "score_by_gate",

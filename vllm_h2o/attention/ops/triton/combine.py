@@ -1,4 +1,4 @@
-"""After the splits: outputs merged, scores updated, slots rewritten."""
+"""After the splits: outputs merged, attention updated, slots rewritten."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from vllm_h2o.attention.ops.triton.slots import (
 @triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
-    keys, keys_strides, values, values_strides, scores, births, state_strides,
+    keys, keys_strides, values, values_strides, attention, births, state_strides,
     table, table_stride, heads, positions, first_queries, placements,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
-    losers, leaving_scores,
+    losers, leaving_attention,
     score_decay, head_blocks, max_splits, split_slots,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
@@ -35,14 +35,14 @@ def combine_kernel(
 
         M[h] = max_i m_i[h],  L[h] = sum_i l_i[h] exp(m_i[h] - M[h])
         out[h]   = sum_i o_i[h] exp(m_i[h] - M[h]) / L[h]
-        score[s] = score[s] * score_decay + sum_h exp(z[h,s] - M[h]) / L[h]
+        attention[s] = attention[s] * score_decay + sum_h exp(z[h,s] - M[h]) / L[h]
 
-    with `score[s]` taken after graduation and write: the graduate's in the slot
+    with `attention[s]` taken after graduation and write: the graduate's in the slot
     it won, 0 in the new token's. Before its first query a row scores nothing: its
     pages may be others' too.
 
-    Grid `(num_rows, num_kv_heads, max(GROUP, score tiles))`: program i of a KV
-    head merges its query head i, updates the scores of its tile i of BLOCK_T
+    Grid `(num_rows, num_kv_heads, max(GROUP, attention tiles))`: program i of a KV
+    head merges its query head i, updates the attention of its tile i of BLOCK_T
     slots, and program 0 moves the graduate and writes the new token. A row of
     position -1 is padding: its output is 0 and none of its pages is touched.
 
@@ -84,9 +84,9 @@ def combine_kernel(
             first = tl.load(logit_starts + row)
             first += logits_before(heads, entry, head, position, BUDGET)
             update_scores(
-                scores, state_strides, state, logits + first * GROUP,
+                attention, state_strides, state, logits + first * GROUP,
                 partial_maxima + first_partial, partial_sums + first_partial,
-                losers + item, leaving_scores + item, score_decay,
+                losers + item, leaving_attention + item, score_decay,
                 part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, position,
                 slot, budget, length, GROUP, BLOCK_SIZE, UNIT, COMPETES,
                 BLOCK_G, BLOCK_P,
@@ -134,13 +134,13 @@ def merge_head(
 
 @triton.jit
 def update_scores(
-    scores, state_strides, state, logits, partial_maxima, partial_sums,
-    loser, leaving_score, score_decay, slots, num_splits, head, position, slot,
+    attention, state_strides, state, logits, partial_maxima, partial_sums,
+    loser, leaving_attention, score_decay, slots, num_splits, head, position, slot,
     budget, length, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Add this query's probabilities to the scores of `slots`.
+    """Add this query's probabilities to the attention of `slots`.
 
     `logits`: of the KV head's query heads, `length` each.
     """
@@ -167,11 +167,11 @@ def update_scores(
         won = (slots >= lost) & (slots < lost + UNIT)
         source = tl.where(won, slots - lost + slot, slots)
     offsets = page_offsets(state, source, held, head, state_strides, BLOCK_SIZE)
-    # Another program may be writing the new token's score to `slot`.
+    # Another program may be writing the new token's attention to `slot`.
     readable = held & (source != slot)
-    score = tl.load(scores + offsets, mask=readable, other=0.0)
+    so_far = tl.load(attention + offsets, mask=readable, other=0.0)
     if COMPETES:
-        score = tl.where((source == slot) & won, tl.load(leaving_score), score)
-    score = score * score_decay + tl.sum(received, axis=0)
+        so_far = tl.where((source == slot) & won, tl.load(leaving_attention), so_far)
+    so_far = so_far * score_decay + tl.sum(received, axis=0)
     offsets = page_offsets(state, slots, held, head, state_strides, BLOCK_SIZE)
-    tl.store(scores + offsets, score, mask=held)
+    tl.store(attention + offsets, so_far, mask=held)

@@ -27,10 +27,10 @@ VARYING = ["head_blocks", "max_splits"]
 @triton.jit(do_not_specialize=VARYING)
 def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
-    keys, keys_strides, values, values_strides, scores, births, state_strides,
+    keys, keys_strides, values, values_strides, attention, births, state_strides,
     table, table_stride, heads, positions, first_queries, placements,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
-    losers, leaving_scores,
+    losers, leaving_attention,
     scale, softcap, head_blocks, max_splits, split_slots,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
@@ -81,7 +81,7 @@ def attend_kernel(
         graduates = (position >= budget) & (position % UNIT == 0)
         if graduates & (start < heavy):
             loser = find_loser(
-                scores, births, state_strides, state, head, position,
+                attention, births, state_strides, state, head, position,
                 tl.load(first_queries + row).to(tl.int32), slot, heavy,
                 PINNED, MEAN, UNIT, BLOCK_U, BLOCK_SIZE, CANDIDATES,
             )  # fmt: skip
@@ -89,7 +89,7 @@ def attend_kernel(
             leaving = page_offsets(state, slot, True, head, state_strides, BLOCK_SIZE)
             tl.store(losers + item, loser)
             # Combine reads it after another program may have zeroed it.
-            tl.store(leaving_scores + item, tl.load(scores + leaving))
+            tl.store(leaving_attention + item, tl.load(attention + leaving))
 
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     in_group, in_head = g < GROUP, d < HEAD_SIZE

@@ -1,4 +1,4 @@
-"""Prompt scores by the gate: one pass over a prompt's keys and values."""
+"""The gate: one pass over a prompt's keys and values."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def load_weights(weights, first, step, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "first_query", "scores_stride"],
+    do_not_specialize=["num_tokens", "first_query", "attention_stride"],
     do_not_specialize_on_alignment=["blocks"],
 )
 def gate_kernel(
-    keys, keys_strides, values, values_strides, blocks, angles, weights, scores,
-    scores_stride, num_tokens, first_query,
+    keys, keys_strides, values, values_strides, blocks, angles, weights, attention,
+    attention_stride, num_tokens, first_query,
     KNOWN: tl.constexpr, NEOX: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores of one tile of tokens for one KV head.
+    """Write the attention that one tile of tokens is expected to get in one KV head.
 
     Grid `(tiles of tokens, num_kv_heads)`. `KNOWN`: the rotation is, of the first
     `ROTARY` elements of a key; a rotation that is not known leaves of a key its norm.
@@ -113,8 +113,8 @@ def gate_kernel(
     root += tl.load(others + 2) * tl.log(tl.where(exists, age, 1.0))
     root = tl.maximum(root + tl.load(others + 3), 0.0)
     queries = num_tokens - tl.maximum(tokens, first_query)
-    score = GROUP * (root * root) * (root * root) * queries.to(tl.float32)
-    tl.store(scores + head * scores_stride + tokens, score, mask=exists)
+    expected = GROUP * (root * root) * (root * root) * queries.to(tl.float32)
+    tl.store(attention + head * attention_stride + tokens, expected, mask=exists)
 
 
 def score_by_gate(
@@ -126,25 +126,25 @@ def score_by_gate(
 
 
 def _score(layer: ScoredLayer, blocks: torch.Tensor, first_query: int) -> None:
-    pages, gate, scores = layer.pages, layer.params.gate, layer.state["score"]
+    pages, gate, attention = layer.pages, layer.params.gate, layer.state["attention"]
     assert gate is not None and gate.weights.is_contiguous()
     _, num_kv_heads, head_size, block_size = pages.keys.shape
     assert gate.weights.shape == (num_kv_heads, 2 * head_size + 4)
-    num_tokens = scores.shape[1]
-    assert scores.stride(1) == 1 and blocks.stride(0) == 1
+    num_tokens = attention.shape[1]
+    assert attention.stride(1) == 1 and blocks.stride(0) == 1
     angles, rotary, known, neox = gate.weights, 0, True, True
     if gate.rotation is not None:
         table, neox = gate.rotation.angles, gate.rotation.neox
         known = table is not None and len(table) >= num_tokens
         if table is not None and known:
-            assert table.is_contiguous() and table.device == scores.device
+            assert table.is_contiguous() and table.device == attention.device
             angles, rotary = table, table.shape[1]
     keys = pages.keys.transpose(2, 3)
     gate_kernel[(triton.cdiv(num_tokens, _TOKENS), num_kv_heads)](
         keys=keys, keys_strides=keys.stride(),
         values=pages.values, values_strides=pages.values.stride(),
         blocks=blocks, angles=angles, weights=gate.weights,
-        scores=scores, scores_stride=scores.stride(0),
+        attention=attention, attention_stride=attention.stride(0),
         num_tokens=num_tokens, first_query=first_query,
         KNOWN=known, NEOX=neox, GROUP=gate.group,
         HEAD_SIZE=head_size, ROTARY=rotary, BLOCK_SIZE=block_size,

@@ -13,38 +13,38 @@ _NEVER_BORN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def unit_values(
-    scores, births, state_strides, state, first_slots, exists, head,
+def unit_scores(
+    attention, births, state_strides, state, first_slots, exists, head,
     position, first_query,
     MEAN: tl.constexpr, UNIT: tl.constexpr, BLOCK_U: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """What units (tokens or blocks) are compared by, `[len(first_slots)]`.
 
-    value(unit) = sum over its slots of score, or of
-    score / (position - max(birth, first_query)) for MEAN.
+    score(unit) = sum over its slots of attention, or of
+    attention / (position - max(birth, first_query)) for MEAN.
     """
     within = tl.arange(0, BLOCK_U)[None, :]
     slots = first_slots[:, None] + within
     mask = exists[:, None] & (within < UNIT)
     offsets = page_offsets(state, slots, mask, head, state_strides, BLOCK_SIZE)
-    value = tl.load(scores + offsets, mask=mask, other=0.0)
+    score = tl.load(attention + offsets, mask=mask, other=0.0)
     if MEAN:
         birth = tl.load(births + offsets, mask=mask, other=0)
         seen = position - tl.maximum(birth, first_query)
-        # Rounded as torch rounds, or equal values would stop being equal.
-        value = tl.div_rn(value, tl.where(mask, seen, 1).to(tl.float32))
-    return tl.sum(value, axis=1)
+        # Rounded as torch rounds, or equal scores would stop being equal.
+        score = tl.div_rn(score, tl.where(mask, seen, 1).to(tl.float32))
+    return tl.sum(score, axis=1)
 
 
 @triton.jit
 def find_lowest(
-    scores, births, state_strides, state, head, position, first_query, heavy,
+    attention, births, state_strides, state, head, position, first_query, heavy,
     PINNED: tl.constexpr, MEAN: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """`(value, first slot)` of the lowest heavy unit; of equals the oldest."""
+    """`(score, first slot)` of the lowest heavy unit; of equals the oldest."""
     candidate = tl.arange(0, CANDIDATES) * UNIT
     lowest = tl.full([CANDIDATES], float("inf"), tl.float32)
     oldest = tl.full([CANDIDATES], _NEVER_BORN, tl.int32)
@@ -52,15 +52,15 @@ def find_lowest(
     for start in range(PINNED, heavy, CANDIDATES * UNIT):
         slots = start + candidate
         exists = slots < heavy
-        value = unit_values(
-            scores, births, state_strides, state, slots, exists, head,
+        score = unit_scores(
+            attention, births, state_strides, state, slots, exists, head,
             position, first_query, MEAN, UNIT, BLOCK_U, BLOCK_SIZE,
         )  # fmt: skip
         offsets = page_offsets(state, slots, exists, head, state_strides, BLOCK_SIZE)
         birth = tl.load(births + offsets, mask=exists, other=_NEVER_BORN)
-        older = (value == lowest) & (birth < oldest)
-        better = exists & ((value < lowest) | older)
-        lowest = tl.where(better, value, lowest)
+        older = (score == lowest) & (birth < oldest)
+        better = exists & ((score < lowest) | older)
+        lowest = tl.where(better, score, lowest)
         oldest = tl.where(better, birth, oldest)
         loser = tl.where(better, slots, loser)
     minimum = tl.min(lowest, axis=0)
@@ -71,19 +71,19 @@ def find_lowest(
 
 @triton.jit
 def find_loser(
-    scores, births, state_strides, state, head, position, first_query, slot, heavy,
+    attention, births, state_strides, state, head, position, first_query, slot, heavy,
     PINNED: tl.constexpr, MEAN: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """First slot of the heavy unit that the unit in `slot` replaces, or NOBODY."""
     lowest, loser = find_lowest(
-        scores, births, state_strides, state, head, position, first_query, heavy,
+        attention, births, state_strides, state, head, position, first_query, heavy,
         PINNED, MEAN, UNIT, BLOCK_U, BLOCK_SIZE, CANDIDATES,
     )  # fmt: skip
     leaving_slot = tl.full([1], 0, tl.int32) + slot
-    leaving = unit_values(
-        scores, births, state_strides, state, leaving_slot, leaving_slot >= 0, head,
+    leaving = unit_scores(
+        attention, births, state_strides, state, leaving_slot, leaving_slot >= 0, head,
         position, first_query, MEAN, UNIT, BLOCK_U, BLOCK_SIZE,
     )  # fmt: skip
     return tl.where(tl.max(leaving, axis=0) > lowest, loser, NOBODY)
@@ -113,7 +113,7 @@ def graduate(
 ):  # fmt: skip
     """Move K, V and births of the unit in `slot` over the one in `loser`.
 
-    The caller moves the scores: it rewrites all of them anyway.
+    The caller moves the attention: it rewrites all of them anyway.
     """
     within = tl.arange(0, BLOCK_U)
     mask = within < UNIT

@@ -32,7 +32,7 @@ _PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 64
 """One program merges them: their outputs are in its registers."""
 SCORE_TILE = 512
-"""Slots whose scores one program updates."""
+"""Slots whose attention one program updates."""
 CANDIDATE_TILE = 1024
 """Heavy slots that compete at once."""
 
@@ -67,7 +67,7 @@ class DecodeScratch:
         maxima: `[max_partials]` float32.
         sums: `[max_partials]` float32.
         losers: `[max_rows * num_kv_heads]` int32.
-        leaving_scores: `[max_rows * num_kv_heads]` float32.
+        leaving_attention: `[max_rows * num_kv_heads]` float32.
         tuning: What it was allocated for.
     """
 
@@ -76,7 +76,7 @@ class DecodeScratch:
     maxima: torch.Tensor
     sums: torch.Tensor
     losers: torch.Tensor
-    leaving_scores: torch.Tensor
+    leaving_attention: torch.Tensor
     tuning: Tuning
 
     @classmethod
@@ -113,7 +113,7 @@ class DecodeScratch:
             losers=torch.empty(
                 max_rows * num_kv_heads, dtype=torch.int32, device=device
             ),
-            leaving_scores=floats(max_rows * num_kv_heads),
+            leaving_attention=floats(max_rows * num_kv_heads),
             tuning=tuning,
         )
 
@@ -191,8 +191,8 @@ def decode_resident(
             position -1 touches no page, and its output is 0.
         params: As there.
         output: As there.
-        scored: False leaves scores alone and lets nothing graduate: for a
-            layout without competition, whose scores nobody reads.
+        scored: False leaves attention alone and lets nothing graduate: for a
+            layout without competition, whose attention nobody reads.
     """
     num_rows, num_heads, head_size = query.shape
     num_kv_heads, layout = key.shape[1], params.layout
@@ -225,7 +225,7 @@ def decode_resident(
         "logits": scratch.logits, "logit_starts": starts,
         "partial_outputs": scratch.outputs,
         "partial_maxima": scratch.maxima, "partial_sums": scratch.sums,
-        "losers": scratch.losers, "leaving_scores": scratch.leaving_scores,
+        "losers": scratch.losers, "leaving_attention": scratch.leaving_attention,
         **shapes,
     }  # fmt: skip
     attend_kernel[(num_rows, num_kv_heads, shapes["max_splits"])](
@@ -257,13 +257,13 @@ def head_blocks(params: DecodeParams) -> int:
 
 def page_arguments(pages: Pages) -> dict[str, Any]:
     """Kernel arguments that address the pages, rows of K and V."""
-    assert pages.scores.stride() == pages.births.stride()
+    assert pages.attention.stride() == pages.births.stride()
     keys = pages.keys.transpose(2, 3)
     return {
         "keys": keys, "keys_strides": keys.stride(),
         "values": pages.values, "values_strides": pages.values.stride(),
-        "scores": pages.scores, "births": pages.births,
-        "state_strides": pages.scores.stride(),
+        "attention": pages.attention, "births": pages.births,
+        "state_strides": pages.attention.stride(),
     }  # fmt: skip
 
 

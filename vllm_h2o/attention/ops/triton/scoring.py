@@ -1,4 +1,4 @@
-"""Prompt scores: the attention that observation queries put on each token."""
+"""Scoring of prompts: the attention that observation queries put on each token."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def lse_kernel(
     Grid `(query tiles, num_heads, splits)`; lse: `[splits, num_heads, num_queries]`
     float32, -inf where a query sees nothing of a split.
 
-    Reference: torch.logsumexp of the logits in policy/probabilities.py.
+    Reference: torch.logsumexp of the logits in policy/prompt_attention.py.
     """
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -95,25 +95,25 @@ def lse_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[*_VARYING, "scores_stride"],
+    do_not_specialize=[*_VARYING, "attention_stride"],
     do_not_specialize_on_alignment=["blocks"],
 )
 def observe_kernel(
-    query, query_strides, keys, keys_strides, blocks, lse, weights, scores,
-    scores_stride, num_queries, first_position, scale, softcap,
+    query, query_strides, keys, keys_strides, blocks, lse, weights, attention,
+    attention_stride, num_queries, first_position, scale, softcap,
     SOFTCAP: tl.constexpr, DECAYS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add the attention that one tile of tokens receives to its scores.
+    """Add the attention that one tile of tokens receives.
 
         A[h,q,t]    = exp(scale * query[q,h] . keys[g,t] - lse[h,q]), t <= q
-        scores[g,t] += sum over q, h in g of weights[q] * A[h,q,t]
+        attention[g,t] += sum over q, h in g of weights[q] * A[h,q,t]
 
     Grid `(tiles of tokens, num_kv_heads)`: tokens outside, queries inside, so
     nothing is shared between programs and the sums have one order.
 
-    Reference: policy/methods/sum.py::observe, but for its decay of older scores.
+    Reference: policy/methods/sum.py::observe, but for its decay of older attention.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     num_tokens = first_position + num_queries
@@ -144,9 +144,9 @@ def observe_kernel(
                 weight = tl.load(weights + rows, mask=in_batch, other=0.0)
                 probs *= weight[:, None]
             received += tl.sum(probs, axis=0)
-    at = kv_head * scores_stride + tokens
-    old = tl.load(scores + at, mask=exists, other=0.0)
-    tl.store(scores + at, old + received, mask=exists)
+    at = kv_head * attention_stride + tokens
+    old = tl.load(attention + at, mask=exists, other=0.0)
+    tl.store(attention + at, old + received, mask=exists)
 
 
 def observe(
@@ -176,11 +176,11 @@ def observe(
     check_supported(query.dtype, head_size, block_size, num_heads, num_kv_heads)
     assert query.stride(2) == 1 and dense_blocks.is_contiguous()
     num_tokens = first_position + num_queries
-    scores = state["score"]
-    assert scores.stride(1) == 1 and scores.shape[1] >= num_tokens
+    attention = state["attention"]
+    assert attention.stride(1) == 1 and attention.shape[1] >= num_tokens
     score_decay, softcap = params.score_decay, params.softcap
     if score_decay != 1.0:
-        scores.mul_(score_decay**num_queries)
+        attention.mul_(score_decay**num_queries)
     keys = pages.keys.transpose(2, 3)
     block_d = triton.next_power_of_2(head_size)
     row_bytes = block_d * query.element_size()
@@ -203,7 +203,8 @@ def observe(
         age = torch.arange(num_queries - 1, -1, -1, device=query.device)
         weights = torch.pow(torch.full_like(age, score_decay, dtype=torch.float32), age)
     observe_kernel[(triton.cdiv(num_tokens, shared["BLOCK_K"]), num_kv_heads)](
-        lse=lse, weights=weights, scores=scores, scores_stride=scores.stride(0),
+        lse=lse, weights=weights,
+        attention=attention, attention_stride=attention.stride(0),
         DECAYS=score_decay != 1.0, **shared,
     )  # fmt: skip
 

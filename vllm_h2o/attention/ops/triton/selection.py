@@ -1,4 +1,4 @@
-"""The choice at the transition: the heaviest tokens of each KV head.
+"""The selection at the transition: the heaviest tokens of each KV head.
 
 Two kernels for all heads, whatever their budgets. `image_kernel` turns what tokens
 (or whole blocks) compete by into integers of the same order, `select_kernel` finds
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import Chosen, DecodeParams
+from vllm_h2o.attention.ops import DecodeParams, Kept
 from vllm_h2o.attention.ops.triton.slots import sizes_of, slot_of
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import State
@@ -23,7 +23,7 @@ _SELECT_TILE = 4096
 """Units per loop step of `select_kernel`."""
 # Differ from prompt to prompt: one compilation must serve them all.
 _VARYING = [
-    "scores_stride", "images_stride", "num_tokens", "most", "placement", "average",
+    "attention_stride", "images_stride", "num_tokens", "most", "placement", "average",
     "first_query",
 ]  # fmt: skip
 
@@ -37,37 +37,37 @@ def heavy_part(num_tokens, heavy, budget, UNIT: tl.constexpr):
 
 
 @triton.jit
-def pooled_values(
-    scores, tokens, competes, num_tokens, first_query, reach, MEAN: tl.constexpr
+def pooled_scores(
+    attention, tokens, competes, num_tokens, first_query, reach, MEAN: tl.constexpr
 ):
     """Highest of what the tokens within `reach` are compared by, NaN as infinite.
 
-    value(t) = score, or score / (num_tokens - max(t, first_query)) for MEAN.
+    score(t) = attention, or attention / (num_tokens - max(t, first_query)) for MEAN.
     """
     pooled = tl.full(tokens.shape, float("-inf"), tl.float32)
     for offset in range(-reach, reach + 1):
         at = tokens + offset
         exists = competes & (at >= 0) & (at < num_tokens)
-        value = tl.load(scores + at, mask=exists, other=float("-inf"))
+        score = tl.load(attention + at, mask=exists, other=float("-inf"))
         if MEAN:
             seen = tl.maximum(num_tokens - tl.maximum(at, first_query), 1)
-            # Rounded as torch rounds, or equal values would stop being equal.
-            value = tl.div_rn(value, seen.to(tl.float32))
-        value = tl.where(value == value, value, float("inf"))
-        pooled = tl.maximum(pooled, value)
+            # Rounded as torch rounds, or equal scores would stop being equal.
+            score = tl.div_rn(score, seen.to(tl.float32))
+        score = tl.where(score == score, score, float("inf"))
+        pooled = tl.maximum(pooled, score)
     return pooled
 
 
 @triton.jit
-def image_of(value):
+def image_of(score):
     """int32 of the same order as float32 without NaN, equal for both zeros."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def image_kernel(
-    scores, scores_stride, images, images_stride, heads,
+    attention, attention_stride, images, images_stride, heads,
     num_tokens, placement, average, first_query,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr, PINNED: tl.constexpr,
     MEAN: tl.constexpr, POOLING: tl.constexpr, UNIT: tl.constexpr,
@@ -75,10 +75,10 @@ def image_kernel(
 ):  # fmt: skip
     """What the units (tokens or blocks) of a KV head compete by, as integers.
 
-        images[head, u] = image(sum over t in unit u of max-pooled value(t)),
+        images[head, u] = image(sum over t in unit u of max-pooled score(t)),
                           image(inf) for the first PINNED tokens
 
-    A head with less than the request has on average has no room for spans: its values
+    A head with less than the request has on average has no room for spans: its scores
     are not pooled.
     Grid `(tiles of units, num_kv_heads)`.
 
@@ -97,14 +97,14 @@ def image_kernel(
     reach = POOLING // 2
     if heads is not None:
         reach = tl.where(budget < average, 0, reach)
-    scores += head.to(tl.int64) * scores_stride
-    value = pooled_values(
-        scores, tokens, competes, num_tokens, first_query, reach, MEAN
+    attention += head.to(tl.int64) * attention_stride
+    score = pooled_scores(
+        attention, tokens, competes, num_tokens, first_query, reach, MEAN
     )
-    value = tl.sum(tl.where(competes, value, 0.0), axis=1)
-    value = tl.where(units * UNIT < PINNED, float("inf"), value)
+    score = tl.sum(tl.where(competes, score, 0.0), axis=1)
+    score = tl.where(units * UNIT < PINNED, float("inf"), score)
     images += head.to(tl.int64) * images_stride
-    tl.store(images + units, image_of(value), mask=units * UNIT < end)
+    tl.store(images + units, image_of(score), mask=units * UNIT < end)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def compact(
     images, num_units, threshold, room, positions,
     UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the tokens of the chosen units in ascending order."""
+    """Write the tokens of the kept units in ascending order."""
     taken, num_ties = 0, 0
     for start in range(0, num_units, TILE):
         unit = start + tl.arange(0, TILE)
@@ -157,11 +157,11 @@ def compact(
         image = tl.load(images + unit, mask=exists, other=0)
         ties = (exists & (image == threshold)).to(tl.int32)
         wins = (image == threshold) & (num_ties + tl.cumsum(ties, axis=0) <= room)
-        chosen = exists & ((image > threshold) | wins)
-        counted = chosen.to(tl.int32)
+        kept = exists & ((image > threshold) | wins)
+        counted = kept.to(tl.int32)
         place = taken + tl.cumsum(counted, axis=0) - 1
         for i in range(UNIT):
-            tl.store(positions + place * UNIT + i, unit * UNIT + i, mask=chosen)
+            tl.store(positions + place * UNIT + i, unit * UNIT + i, mask=kept)
         num_ties += tl.sum(ties, axis=0)
         taken += tl.sum(counted, axis=0)
 
@@ -204,23 +204,23 @@ def select_kernel(
         tl.store(positions + i, tl.where(held, token, -1), mask=recent)
 
 
-def choose(
+def select(
     state: State,
     placement: int,
     first_query: int,
     config: H2OConfig,
     params: DecodeParams,
-) -> Chosen:
-    """See `vllm_h2o.attention.ops.reference.choose`."""
-    scores = state["score"]
-    assert scores.stride(1) == 1 and scores.dtype == torch.float32
-    num_kv_heads, num_tokens = scores.shape
+) -> Kept:
+    """See `vllm_h2o.attention.ops.reference.select`."""
+    attention = state["attention"]
+    assert attention.stride(1) == 1 and attention.dtype == torch.float32
+    num_kv_heads, num_tokens = attention.shape
     layout = params.layout
     unit = layout.block_size if layout.whole_blocks else 1
     block_u = triton.next_power_of_2(unit)
     most = min(num_tokens, params.largest_budget)
-    images = scores.new_empty(num_kv_heads, num_tokens // unit, dtype=torch.int32)
-    positions = scores.new_empty(num_kv_heads, most, dtype=torch.int64)
+    images = attention.new_empty(num_kv_heads, num_tokens // unit, dtype=torch.int32)
+    positions = attention.new_empty(num_kv_heads, most, dtype=torch.int64)
     slots = torch.empty_like(positions)  # aligned as it is, whatever their size
     shared = {
         "images": images, "images_stride": images.stride(0),
@@ -230,7 +230,8 @@ def choose(
     }  # fmt: skip
     tile = max(_IMAGE_TILE // block_u, 1)
     image_kernel[(triton.cdiv(num_tokens // unit, tile), num_kv_heads)](
-        scores=scores, scores_stride=scores.stride(0), first_query=first_query,
+        attention=attention, attention_stride=attention.stride(0),
+        first_query=first_query,
         average=params.budget_of(placement), PINNED=layout.pinned_slots,
         MEAN=params.fused_form == "mean",
         POOLING=config.prompt_pooling, BLOCK_U=block_u, TILE=tile, num_warps=4,
@@ -240,4 +241,4 @@ def choose(
         positions=positions, slots=slots, most=most, TILE=_SELECT_TILE, num_warps=8,
         **shared,
     )  # fmt: skip
-    return Chosen(positions, slots)
+    return Kept(positions, slots)

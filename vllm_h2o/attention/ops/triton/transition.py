@@ -1,4 +1,4 @@
-"""The transition: chosen tokens move into a request's slots."""
+"""The transition: kept tokens move into a request's slots."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import Chosen, DecodeParams, ScoredLayer
+from vllm_h2o.attention.ops import DecodeParams, Kept, ScoredLayer
 from vllm_h2o.attention.ops.triton.launch import head_blocks, page_arguments
-from vllm_h2o.attention.ops.triton.selection import choose
+from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
@@ -18,27 +18,27 @@ from vllm_h2o.policy.methods import State
 
 _TILE_TOKENS = 32
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
-_VARYING = ["most", "placement", "prompt_scores_stride", "head_blocks"]
+_VARYING = ["most", "placement", "prompt_attention_stride", "head_blocks"]
 
 
 @triton.jit(
     do_not_specialize=_VARYING, do_not_specialize_on_alignment=["source_blocks"]
 )
 def gather_kernel(
-    keys, keys_strides, values, values_strides, chosen, source_blocks, staged, most,
+    keys, keys_strides, values, values_strides, kept, source_blocks, staged, most,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tile of a KV head's chosen tokens out of their pages.
+    """Copy one tile of a KV head's kept tokens out of their pages.
 
-        staged[head, i] = K | V of the token at chosen[head, i], if >= 0
+        staged[head, i] = K | V of the token at kept[head, i], if >= 0
 
     Grid `(tiles of tokens, num_kv_heads)`.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     at = head.to(tl.int64) * most + i
-    token = tl.load(chosen + at, mask=i < most, other=-1).to(tl.int32)
+    token = tl.load(kept + at, mask=i < most, other=-1).to(tl.int32)
     exists = token >= 0
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
@@ -57,25 +57,25 @@ def gather_kernel(
     do_not_specialize=_VARYING, do_not_specialize_on_alignment=["target_blocks"]
 )
 def scatter_kernel(
-    keys, keys_strides, values, values_strides, scores, births, state_strides,
-    staged, chosen, slots, most, prompt_scores, prompt_scores_stride,
+    keys, keys_strides, values, values_strides, attention, births, state_strides,
+    staged, kept, slots, most, prompt_attention, prompt_attention_stride,
     target_blocks, heads, placement, head_blocks,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of a KV head's chosen tokens into their slots.
+    """Write one tile of a KV head's kept tokens into their slots.
 
         K | V [slots[head, i]] = staged[head, i]
-        score[slots[head, i]]  = prompt_scores[head, chosen[head, i]]
-        birth[slots[head, i]]  = chosen[head, i]
+        attention[slots[head, i]]  = prompt_attention[head, kept[head, i]]
+        birth[slots[head, i]]  = kept[head, i]
 
-    for chosen[head, i] >= 0, in the head's places by the placement.
+    for kept[head, i] >= 0, in the head's places by the placement.
     Grid `(tiles of tokens, num_kv_heads)`.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     at = head.to(tl.int64) * most + i
-    token = tl.load(chosen + at, mask=i < most, other=-1).to(tl.int32)
+    token = tl.load(kept + at, mask=i < most, other=-1).to(tl.int32)
     exists = token >= 0
     slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
@@ -92,8 +92,8 @@ def scatter_kernel(
     v = tl.load(staged + HEAD_SIZE, mask=mask)
     tl.store(values + target[:, None] + along, v, mask=mask)
     target = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
-    origin = prompt_scores + head.to(tl.int64) * prompt_scores_stride + token
-    tl.store(scores + target, tl.load(origin, mask=exists), mask=exists)
+    origin = prompt_attention + head.to(tl.int64) * prompt_attention_stride + token
+    tl.store(attention + target, tl.load(origin, mask=exists), mask=exists)
     tl.store(births + target, token, mask=exists)
 
 
@@ -108,37 +108,37 @@ def transition(
     """See `vllm_h2o.attention.ops.transition`."""
     for layer in layers:
         state, params = layer.state, layer.params
-        chosen = choose(state, placement, first_query, config, params)
-        compress(
-            layer.pages, source_blocks, target_blocks, placement, chosen, state, params
+        kept = select(state, placement, first_query, config, params)
+        copy_kept(
+            layer.pages, source_blocks, target_blocks, placement, kept, state, params
         )
 
 
-def compress(
+def copy_kept(
     pages: Pages,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     placement: int,
-    chosen: Chosen,
+    kept: Kept,
     state: State,
     params: DecodeParams,
 ) -> None:
-    """See `vllm_h2o.attention.ops.reference.compress`.
+    """See `vllm_h2o.attention.ops.reference.copy_kept`.
 
-    Through a copy of the chosen tokens, 2 * head_size elements each: the slots of
+    Through a copy of the kept tokens, 2 * head_size elements each: the slots of
     one program are the sources of another where a request is rearranged in place.
     """
     layout = params.layout
-    num_kv_heads, most = chosen.positions.shape
+    num_kv_heads, most = kept.positions.shape
     head_size = pages.keys.shape[2]
-    scores = state["score"]
-    assert scores.stride(1) == 1 and scores.dtype == torch.float32
-    assert chosen.positions.is_contiguous() and chosen.slots.is_contiguous()
+    attention = state["attention"]
+    assert attention.stride(1) == 1 and attention.dtype == torch.float32
+    assert kept.positions.is_contiguous() and kept.slots.is_contiguous()
     assert source_blocks.is_contiguous() and target_blocks.is_contiguous()
     staged = pages.keys.new_empty(num_kv_heads, most, 2 * head_size)
     arguments = page_arguments(pages)
     shared = {
-        "staged": staged, "chosen": chosen.positions, "most": most,
+        "staged": staged, "kept": kept.positions, "most": most,
         "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
         "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),
         "num_warps": 4,
@@ -150,8 +150,8 @@ def compress(
         source_blocks=source_blocks, **shared,
     )  # fmt: skip
     scatter_kernel[grid](
-        **arguments, slots=chosen.slots,
-        prompt_scores=scores, prompt_scores_stride=scores.stride(0),
+        **arguments, slots=kept.slots,
+        prompt_attention=attention, prompt_attention_stride=attention.stride(0),
         target_blocks=target_blocks, heads=params.head_tables, placement=placement,
         head_blocks=head_blocks(params),
         **shared,

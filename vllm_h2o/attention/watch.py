@@ -10,7 +10,7 @@ import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE
+from vllm_h2o.attention.placements import UNIFORM
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.policy.placement import Placement
 
@@ -49,7 +49,7 @@ class WatchedRequest:
         end: Tokens of its sequence that have been computed.
         budget: Slots of a KV head on average.
         is_transition: Whether the step has read the end of its prompt.
-        placement: Where its heads part ways, if the step knew it; None: they do not.
+        placement: By head, if it has one and the step knew it; else None.
         blocks: `[budget_blocks]` its resident blocks, by layer name.
     """
 
@@ -86,7 +86,7 @@ class Watch:
         first = builder.spec.dense_columns
         for i, request_id in enumerate(rows.request_ids):
             row = rows.row(i)
-            if row.is_kept_whole or not (row.decodes or row.is_transition):
+            if row.stays_dense or not (row.decodes or row.is_transition):
                 continue
             end = row.num_computed_tokens + row.num_scheduled_tokens
             request = self.requests.get(request_id)
@@ -102,19 +102,19 @@ class Watch:
         self, builder: H2OMetadataBuilder, request_id: str, budget: int
     ) -> Placement | None:
         """That which the request has once it fills its budget, if there is one yet."""
-        if self._step.own is not None:
+        if self._step.by_request is not None:
             return self._own_placement(request_id)
         index = builder.index_of(request_id, budget, True)
-        if index == ALIKE:
+        if index == UNIFORM:
             return None
-        part = self._layers()[builder.layer_names[0]].impl.placements
-        return part.table.placement(index)
+        impl = self._layers()[builder.layer_names[0]].impl
+        return impl.placements.table.placement(index)
 
     def _own_placement(self, request_id: str) -> Placement | None:
-        own = self._step.own
-        if own is None or not own.has(request_id):
+        placements = self._step.by_request
+        if placements is None or not placements.has(request_id):
             return None
-        return own.table.placement(own.index(request_id))
+        return placements.table.placement(placements.index(request_id))
 
     def held(self, request_id: str) -> Iterator[HeldSlots]:
         """What each KV head of each layer holds of a request.
@@ -134,12 +134,12 @@ class Watch:
 def _held(
     impl: Any, request: WatchedRequest, blocks: list[int], number: int, head: int
 ) -> HeldSlots:
-    layout, part, own = impl.layout, impl.placements, request.placement
+    layout, table, placement = impl.layout, impl.placements, request.placement
     places, end = [(impl.pages, block) for block in blocks], request.end
-    if own is not None and end > request.budget:
-        layout = own.layouts[part.layer][head]
-        pages_of_head = own.pages[part.layer][head]
-        places = [(part.layers[p.layer], blocks[p.column]) for p in pages_of_head]
+    if placement is not None and end > request.budget:
+        layout = placement.layouts[table.layer][head]
+        pages_of_head = placement.pages[table.layer][head]
+        places = [(table.layers[p.layer], blocks[p.column]) for p in pages_of_head]
     size, last = layout.block_size, layout.slot(end - 1)
     slots = list(range(min(end, layout.budget)))
     if layout.whole_blocks and end > layout.budget:

@@ -1,8 +1,8 @@
 """The attention of texts that are read to measure a model's heads.
 
-A text runs through the loaded model with a `Reading` as the attention metadata of all
+A text runs through the loaded model with a `DensePass` as the attention metadata of all
 layers: each attends densely, without a KV cache, and those that evict note what their
-heads would lose under each budget of a grid (`vllm_h2o.policy.errors`).
+heads would lose under each budget of a grid (`vllm_h2o.policy.sensitivity`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from vllm_h2o.policy.errors import OBSERVED, STRIDE, head_errors
 from vllm_h2o.policy.gate import Examples, Rotation, examples_of, paid_later
+from vllm_h2o.policy.sensitivity import OBSERVED, STRIDE, head_errors
 
 _FUSED_HEAD_SIZE = 256
 """Above it, with a mask or with a soft cap torch has no attention on CUDA that does not
@@ -25,12 +25,13 @@ _TILE = 256
 """Queries whose logits are held at a time then."""
 
 
-class Reading:
+class DensePass:
     """One text's attention metadata.
 
     Attributes:
         errors: By layer name `[num_kv_heads, len(grid)]` float32: this rank's errors,
-            relative as `vllm_h2o.policy.errors` says, mean over the observed queries.
+            relative as `vllm_h2o.policy.sensitivity` says, mean over the observed
+            queries.
         examples: By layer name what the gate learns of this rank's heads.
         rotations: By layer name what rotated the keys; None: no module of vLLM's.
     """
@@ -222,7 +223,7 @@ def _path(model: nn.Module, layer: nn.Module) -> str:
 def _gram(
     projection: RowParallelLinear | None, num_kv_heads: int, output: torch.Tensor
 ) -> torch.Tensor:
-    """`[num_kv_heads, width, width]` float32, see `policy.errors.head_errors`.
+    """`[num_kv_heads, width, width]` float32, see `policy.sensitivity.head_errors`.
 
     The projection is applied to unit vectors: packed or quantized, its weight can not
     be read. They are as long as a typical output of a head, for which a quantized

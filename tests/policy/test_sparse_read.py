@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_h2o.policy.reading import pages_read
+from vllm_h2o.policy.sparse_read import pages_read
 
 PAGE = torch.tensor([0, 0, 1, 1, 2, 2, 3])
 NONE = torch.zeros(7, dtype=torch.bool)

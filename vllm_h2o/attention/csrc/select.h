@@ -2,9 +2,9 @@
  *
  * Formula and reference: vllm_h2o/policy/selection.py::select_residents, with its
  * ties; here for tokens only, each head by its own layout:
- *   value(t) = score[t], or score[t] / (n - max(t, first_query)) for mean
- *   pooled(t) = max of value over the `pooling` positions around t
- *   the sinks, then the heavy_slots of highest value before the ring, in order; the
+ *   score(t) = attention[t], or attention[t] / (n - max(t, first_query)) for mean
+ *   pooled(t) = max of score over the `pooling` positions around t
+ *   the sinks, then the heavy_slots of highest score before the ring, in order; the
  *   ring holds the rest. A request within the budget keeps all.
  */
 
@@ -13,16 +13,17 @@
 #define H2O_BIN_SHIFT 20
 
 /* What the first `count` tokens before the ring are compared by; NaN is infinite. */
-static void h2o_comparable(const h2o_transition_args *c, const float *restrict scores,
-                           int64_t count, float *restrict values) {
+static void h2o_comparable(const h2o_transition_args *c,
+                           const float *restrict attention, int64_t count,
+                           float *restrict scores) {
     const int32_t seen = (int32_t)c->num_tokens;
     const int32_t first = (int32_t)c->target.first_queries[0];
     for (int32_t t = 0; t < (int32_t)count; ++t) {
         const int32_t queries = seen - (t > first ? t : first);
         const float divisor =
             c->target.score_mean ? (float)(queries > 1 ? queries : 1) : 1.0f;
-        const float value = scores[t] / divisor;
-        values[t] = value != value ? INFINITY : value;
+        const float score = attention[t] / divisor;
+        scores[t] = score != score ? INFINITY : score;
     }
 }
 
@@ -105,7 +106,8 @@ static void h2o_heaviest(const float *values, int64_t length, int64_t count,
 
 /* One head; `scratch` has three times num_tokens floats. A head with less than the
  * request has on average, target.budget, does not pool: it has no room for spans. */
-static void h2o_choose_head(const h2o_transition_args *c, int64_t head, float *scratch) {
+static void h2o_select_head(const h2o_transition_args *c, int64_t head,
+                            float *scratch) {
     const h2o_slots target = h2o_slots_of(&c->target, 0, head);
     const int64_t budget = target.budget, heavy = target.heavy_slots;
     const int64_t reach = budget < c->target.budget ? 0 : c->pooling / 2;
@@ -120,16 +122,16 @@ static void h2o_choose_head(const h2o_transition_args *c, int64_t head, float *s
         slots[i] = heavy + (positions[i] - heavy) % (budget - heavy);
     }
     if (!heavy) return;
-    float *values = scratch, *pooled = values + n;
+    float *scores = scratch, *pooled = scores + n;
     const int64_t visible = ring_start + reach < n ? ring_start + reach : n;
-    h2o_comparable(c, c->scores + head * n, visible, values);
-    h2o_pool(values, visible, reach, pooled, ring_start);
+    h2o_comparable(c, c->attention + head * n, visible, scores);
+    h2o_pool(scores, visible, reach, pooled, ring_start);
     for (int64_t t = 0; t < c->target.pinned_slots; ++t) pooled[t] = INFINITY;
     const float lowest = h2o_highest_at(pooled, ring_start, heavy, pooled + n);
     h2o_heaviest(pooled, ring_start, heavy, lowest, positions);
 }
 
-int h2o_choose(const h2o_transition_args *c, int64_t num_layers) {
+int h2o_select(const h2o_transition_args *c, int64_t num_layers) {
     const int64_t heads = c->target.num_kv_heads;
     int failed = 0;
 #pragma omp parallel for num_threads(c->target.num_threads) \
@@ -138,7 +140,7 @@ int h2o_choose(const h2o_transition_args *c, int64_t num_layers) {
         const h2o_transition_args *layer = c + i / heads;
         float *scratch = malloc(3 * layer->num_tokens * sizeof(float));
         if (scratch)
-            h2o_choose_head(layer, i % heads, scratch);
+            h2o_select_head(layer, i % heads, scratch);
         else
             failed = 1;
         free(scratch);
