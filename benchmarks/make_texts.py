@@ -14,7 +14,7 @@ import struct
 import zlib
 
 from benchmarks.packages import debian
-from vllm_h2o.plugin.texts import FOLDER
+from vllm_h2o.calibration.texts import FOLDER
 
 CHARACTERS = 11_500
 """Of a text: over 2048 tokens, with a vocabulary of 262,144 too."""

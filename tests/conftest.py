@@ -37,6 +37,7 @@ CHECK = tuple(
     for path in (
         "policy/",
         "core/",
+        "calibration/",
         "plugin/",
         "attention/test_metadata",
         "attention/test_observe",

@@ -10,8 +10,8 @@ from tests.engine.helpers import engine
 from tests.engine.tiny_models import save_reading_llama
 from tests.reference.heads_by_transformers import measure
 from vllm_h2o.calibrate import main
+from vllm_h2o.calibration.sensitivity import GRID_SHARES, OBSERVED, SINKS
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
-from vllm_h2o.policy.sensitivity import GRID_SHARES, OBSERVED, SINKS
 
 LENGTH = 2 * OBSERVED + 64
 

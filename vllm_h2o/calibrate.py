@@ -20,9 +20,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_h2o.calibration.measure import FEWEST_TOKENS
+from vllm_h2o.calibration.texts import MOST_TOKENS
 from vllm_h2o.files import check_output, text_of, write_output
-from vllm_h2o.plugin.calibration import FEWEST_TOKENS
-from vllm_h2o.plugin.texts import MOST_TOKENS
 from vllm_h2o.policy.config import UNIFORM
 from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.presets import OPTION_NAMES

@@ -29,7 +29,7 @@ from tests.models import SMOLLM2
 from vllm_h2o.core.manager import H2OManager, check_integrity
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.scheduler import H2OScheduler
-from vllm_h2o.core.settings import h2o_config, settle
+from vllm_h2o.core.settings import h2o_config, override
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.gate import NUM_QUERIES
 
@@ -56,7 +56,7 @@ def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -
     ).create_engine_config()
     # No attention on CPU takes blocks this small, but they find more in a scheduler.
     config.cache_config.block_size = BLOCK_SIZE
-    settle(config, budget=budget)
+    override(config, budget=budget)
     return config
 
 

@@ -19,10 +19,11 @@ from tests.engine.tiny_models import (
 )
 from tests.reference import gate_by_transformers
 from tests.reference.heads_by_transformers import measure
+from vllm_h2o.calibration import head_profiles
+from vllm_h2o.calibration import measure as measuring
+from vllm_h2o.calibration.measure import seeded_texts
+from vllm_h2o.calibration.texts import digest
 from vllm_h2o.core.cache import cache_root
-from vllm_h2o.plugin import calibration, head_profiles
-from vllm_h2o.plugin.calibration import seeded_texts
-from vllm_h2o.plugin.texts import digest
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
@@ -101,7 +102,7 @@ def test_the_gate_is_that_of_transformers(llama, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     # A model of random weights can not be told much of.
-    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", float("-inf"))
+    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", float("-inf"))
     with engine(llama, **OPTIONS) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
         texts = seeded_texts(llm.llm_engine.model_config, MAX_MODEL_LEN)
@@ -128,7 +129,7 @@ def test_a_real_model_gets_a_gate_and_one_of_random_weights_none(
     llama, logged, monkeypatch
 ):
     """It says why. Of attention without a pattern a fifth is told by a token's age."""
-    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", 0.5)
+    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", 0.5)
     with engine(llama, **OPTIONS) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
     assert profile.gate is None
@@ -185,18 +186,18 @@ def test_auto_measures_once(llama, measured, cache, tmp_path, monkeypatch):
 
 def test_a_gate_is_measured_where_the_cache_has_none(llama, cache, monkeypatch):
     """And where there is none to be had, the engine says so and does not start."""
-    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", 0.99)
+    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", 0.99)
     assert errors_of(llama, **AUTO).numel()
     (file,) = cache.iterdir()
     assert json.loads(file.read_text())["profile"]["gate"] is None
     gated = OPTIONS | AUTO | {"kv_policy": "gate"}
-    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", float("-inf"))
+    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", float("-inf"))
     with engine(llama, **gated) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
     assert profile.gate is not None
     assert json.loads(file.read_text())["profile"]["gate"] == profile.gate
     # Measuring anew without learning one leaves it there.
-    monkeypatch.setattr(calibration, "LEAST_EXPLAINED", 0.99)
+    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", 0.99)
     assert errors_of(llama).numel()
     assert json.loads(file.read_text())["profile"]["gate"] == profile.gate
     # A budget that holds the longest request needs none.
@@ -234,7 +235,7 @@ def test_auto_starts_where_it_can_not_measure_or_keep(
     if case == "unwritable":
         cache.write_text("no folder")
     elif case == "hurried":
-        hurried = functools.partial(calibration.measure, seconds=0.0)
+        hurried = functools.partial(measuring.measure, seconds=0.0)
         monkeypatch.setattr(head_profiles, "measure", lambda *args, **_: hurried(*args))
     elif case == "slow":
         monkeypatch.setattr(head_profiles, "MOST_SECONDS", 1e-9)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
-from vllm_h2o.attention import cuda_backend, heads
+from vllm_h2o.attention import cuda_backend
 from vllm_h2o.attention.metadata import StepRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, launch
+from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.core.plan import RowPlan
+from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin import gpu_worker, runner
 from vllm_h2o.plugin.engine_args import WORKER_CLS, needed_worker_cls
@@ -29,6 +32,7 @@ from vllm_h2o.plugin.gpu_worker import H2OGPUWorker
 from vllm_h2o.plugin.validate import check_cuda_options, check_kernel_block_size
 from vllm_h2o.plugin.worker import H2OWorker
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.profile import HeadProfile
 
 
 class Cuda(Platform):
@@ -142,9 +146,10 @@ def test_kernels_are_warm_before_vllm_watches_for_late_ones(monkeypatch):
 
 def test_memory_that_the_user_names_is_not_cut(config, on_cuda, monkeypatch):
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 1 << 30)
-    monkeypatch.setattr(gpu_worker, "scratch_bytes", lambda config, blocks: 1 << 20)
+    monkeypatch.setattr(
+        gpu_worker, "scratch_bytes", lambda config, specs, blocks: 1 << 20
+    )
     monkeypatch.setattr(H2OWorker, "get_kv_cache_spec", lambda self: {})
-    monkeypatch.setattr(H2OWorker, "_find_profile", lambda self: None)
     worker = H2OGPUWorker.__new__(H2OGPUWorker)
     worker.vllm_config, worker.cache_config = config, config.cache_config
     # A CPU takes it from VLLM_CPU_KVCACHE_SPACE, which other tests set.
@@ -184,10 +189,22 @@ def test_other_backends_are_refused(config):
         check_cuda_options(config)
 
 
+def spec_of(config):
+    """The spec of a layer of the model, by its config."""
+    model = config.model_config
+    plain = FullAttentionSpec(
+        block_size=config.cache_config.block_size,
+        num_kv_heads=model.get_num_kv_heads(config.parallel_config),
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+    )
+    return H2OAttentionSpec.of(plain, h2o_config(config), model.max_model_len)
+
+
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):
     monkeypatch.setattr(Cuda, "device_type", "cpu")
-    monkeypatch.setattr(heads, "profile_path", lambda *args: None)
     config.scheduler_config.max_num_seqs = 7
+    specs = {"layer": spec_of(config)}
     # The pool, or the rows, have no more slots than these, over three KV heads.
     for blocks, slots in ((3, 3 * 3 * config.cache_config.block_size), (999, 7 * 768)):
         scratch = DecodeScratch.allocate(
@@ -195,7 +212,8 @@ def test_scratch_is_reserved(config, on_cuda, monkeypatch):
         )
         parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
         total = sum(part.nbytes for part in parts)
-        assert gpu_worker.scratch_bytes(config, blocks) == total
+        assert gpu_worker.scratch_bytes(config, specs, blocks) == total
+    assert gpu_worker.scratch_bytes(config, {}, 999) == 0
 
 
 SHAPES = {  # layers, query heads, KV heads, head size
@@ -245,19 +263,20 @@ def test_blocks_that_fit_are_never_more():
     assert gpu_worker.most_blocks(alike, -1) == 0
 
 
-def test_scratch_grows_with_the_richest_head(config, monkeypatch):
+def test_scratch_grows_with_the_richest_head(config):
     config.cache_config.block_size = 32
-    monkeypatch.setattr(heads, "profile_path", lambda *args: None)
-    assert heads.budgets(config) == (256, 256)
-    profile = Path("tests/models/smollm2/h2o_heads.json")
-    monkeypatch.setattr(heads, "profile_path", lambda *args: profile)
-    budget, largest = heads.budgets(config)
-    assert budget == 256 < largest <= 1024
+    spec = spec_of(config)
+    assert (spec.largest_budget, spec.most_slots) == (256, 3 * 256)
+    profile = HeadProfile.load(Path("tests/models/smollm2/h2o_heads.json"))
+    resolved = Resolved(spec.h2o, profile)
+    spec = resolved.spec_of(spec)
+    assert spec.layout.budget == 256 < spec.largest_budget <= 1024
     # Of one head of a rank, and of all of a layer's.
-    assert heads.most_slots(config, 1) == largest
-    assert largest < heads.most_slots(config, 3) <= 3 * largest
-    # vLLM may plan for shorter requests than the KV cache's specs do.
-    assert heads.budgets(config, 2048)[1] > largest
+    one = resolved.spec_of(replace(spec, num_kv_heads=1))
+    assert one.most_slots == spec.largest_budget
+    assert spec.largest_budget < spec.most_slots <= 3 * spec.largest_budget
+    longer = resolved.spec_of(replace(spec, max_model_len=2048))
+    assert longer.largest_budget > spec.largest_budget
 
 
 @pytest.mark.parametrize(

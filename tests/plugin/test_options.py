@@ -16,9 +16,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cpu_backend
 from vllm_h2o.attention.ops import cpu, triton
+from vllm_h2o.calibration.head_profiles import why_not_measured
 from vllm_h2o.core.settings import h2o_config, parse_settings, uses_profile_cache
 from vllm_h2o.plugin.engine_args import extend, translate
-from vllm_h2o.plugin.head_profiles import why_not_measured
 from vllm_h2o.plugin.requests import _limits as limits_of
 from vllm_h2o.plugin.validate import check_kernels, check_vllm_config
 from vllm_h2o.policy.config import H2OConfig

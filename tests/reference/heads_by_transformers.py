@@ -1,8 +1,8 @@
 """A model's head profile, measured on transformers: the oracle of an engine's.
 
 For every KV head of every full-attention layer and every budget of a grid: the errors
-of `vllm_h2o.policy.sensitivity`, over the squared norm of the stream after the layer,
-or of what attention puts out where that is normalized.
+of `vllm_h2o.calibration.sensitivity`, over the squared norm of the stream after the
+layer, or of what attention puts out where that is normalized.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from vllm_h2o.calibration.sensitivity import OBSERVED, grid_of, head_errors
 from vllm_h2o.policy.profile import HeadProfile
-from vllm_h2o.policy.sensitivity import OBSERVED, grid_of, head_errors
 
 _ATTENTION = "h2o_calibration"
 

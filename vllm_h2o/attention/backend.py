@@ -15,7 +15,6 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from vllm_h2o.attention.dense_pass import DensePass
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops import (
@@ -32,11 +31,35 @@ from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.attention.prompt import observe_prompt
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import share_of
 
 _Stock: Any = object
 """The stock class, which comes next among the bases of a platform's class."""
+
+
+class DenseMetadata:
+    """Attention metadata by which layers attend densely, without a KV cache."""
+
+    def attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of one layer over the whole text that a pass reads.
+
+        Args:
+            layer: vLLM's `Attention`.
+            query: `[n, num_heads, head_size]`, after RoPE.
+            key: `[n, num_kv_heads, head_size]`, after RoPE.
+            value: `[n, num_kv_heads, head_size_v]`.
+            output: `[n, num_heads, head_size_v]`, is filled.
+        """
+        raise NotImplementedError
 
 
 class H2OBackend(_Stock):
@@ -80,6 +103,15 @@ class H2OImpl(_Stock):
         self.gate: LayerGate | None = None
         self._bound: tuple[Any, ...] = ()
 
+    def resolve(self, config: H2OConfig, gate: LayerGate | None) -> None:
+        """Take what the start has decided since the layer was made.
+
+        Args:
+            config: The policy, none of whose options is left open.
+            gate: Of the layer, if prompts go by it.
+        """
+        self.h2o, self.gate = config, gate
+
     @property
     def pages(self) -> Pages:
         """Those of the cache that the layer has last run on."""
@@ -113,7 +145,7 @@ class H2OImpl(_Stock):
         """
         metadata = attn_metadata
         if not isinstance(metadata, H2OMetadata):
-            if isinstance(metadata, DensePass):
+            if isinstance(metadata, DenseMetadata):
                 return metadata.attend(layer, query, key, value, output)
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output,

@@ -30,7 +30,6 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
-from vllm_h2o.attention.heads import budgets, most_slots
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
@@ -76,11 +75,8 @@ class _CUDABuilder(H2OMetadataBuilder):
         # since layers of all KV cache groups run one after the other. By identity:
         # a second engine of this process may run beside this one.
         spec, max_rows = self.spec, len(self._positions)
-        budget, richest = budgets(vllm_config, spec.max_model_len)
-        assert budget == spec.layout.budget, "blocks of another size than the option's"
-        self._most_slots = most_slots(
-            vllm_config, spec.num_kv_heads, spec.max_model_len
-        )
+        budget = spec.layout.budget
+        self._most_slots = spec.most_slots
         # None while vLLM measures graphs, in which all rows are padding.
         pool = (vllm_config.cache_config.num_gpu_blocks or 0) * spec.block_size
         self._logit_slots = slots_with_logits(max_rows, self._most_slots, pool, budget)
@@ -89,7 +85,7 @@ class _CUDABuilder(H2OMetadataBuilder):
         if scratch is None or scratch.logits.numel() < self._logit_slots * group:
             scratch = _SCRATCH[id(vllm_config)] = DecodeScratch.allocate(
                 max_rows, self.num_heads_q, spec.num_kv_heads, spec.head_size, budget,
-                richest, self.device, logit_slots=self._logit_slots,
+                spec.largest_budget, self.device, logit_slots=self._logit_slots,
             )  # fmt: skip
         return scratch
 

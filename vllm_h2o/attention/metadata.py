@@ -119,9 +119,9 @@ class StepRows:
             self.later.pop(request_id, None)
             if self.by_request:
                 self.by_request.drop(request_id)
-        self.settle()
+        self.run_due()
 
-    def settle(self) -> None:
+    def run_due(self) -> None:
         """Run the transitions that the last step put off.
 
         Freed blocks may have new owners, but these write only in the step that begins

@@ -121,7 +121,7 @@ class Watch:
 
         Valid while the blocks of a request that has finished are not another's.
         """
-        self._step.settle()  # what the next step would begin with
+        self._step.run_due()  # what the next step would begin with
         request = self.requests[request_id]
         if request.placement is None:
             request.placement = self._own_placement(request_id)

@@ -76,7 +76,7 @@ def settings_of(config: H2OConfig, options: dict[str, Any]) -> dict[str, Any]:
     return {"policy": config.policy, **options}
 
 
-def settle(vllm_config: VllmConfig, **options: Any) -> None:
+def override(vllm_config: VllmConfig, **options: Any) -> None:
     """Put options in the place of those that the user left to the engine."""
     additional = vllm_config.additional_config
     assert isinstance(additional, dict)

@@ -25,9 +25,9 @@ from vllm_h2o.core import compat
 from vllm_h2o.core.settings import (
     CONFIG_KEY,
     h2o_config,
+    override,
     parse_settings,
     settings_of,
-    settle,
 )
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.options import bad, shown
@@ -143,7 +143,7 @@ def configured(create_engine_config):
                 # --max-model-len auto: vLLM may shorten it later, and tells processes
                 # at different times. The share is of the length that all know now.
                 tokens = config.budget_tokens(model.max_model_len)
-                settle(vllm_config, budget=tokens)
+                override(vllm_config, budget=tokens)
             from vllm_h2o.plugin.metrics import add_metrics
             from vllm_h2o.plugin.requests import check_requests
 

@@ -15,7 +15,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_h2o.attention.heads import budgets, most_slots
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin.worker import H2OWorker
 
@@ -55,8 +54,7 @@ class H2OGPUWorker(H2OWorker, Worker):
         if self.cache_config.kv_cache_memory_bytes:
             return available
         specs = self.get_kv_cache_spec()
-        blocks = most_blocks(specs, available)
-        scratch = scratch_bytes(self.vllm_config, blocks)
+        scratch = scratch_bytes(self.vllm_config, specs, most_blocks(specs, available))
         logger.info_once(
             "H2O's decode steps take %s GiB beside the KV cache, for up to %d rows "
             "(--max-num-seqs)",
@@ -114,23 +112,32 @@ def most_blocks(specs: dict[str, KVCacheSpec], num_bytes: int) -> int:
     return max(0, num_bytes) // (page * min(kinds.values()))
 
 
-def scratch_bytes(vllm_config: VllmConfig, num_blocks: int) -> int:
-    """Bytes that a decode step hands from kernel to kernel, in a pool of that size."""
+def scratch_bytes(
+    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_blocks: int
+) -> int:
+    """Bytes that a decode step hands from kernel to kernel, in a pool of that size.
+
+    Args:
+        vllm_config: The engine's.
+        specs: Of all layers.
+        num_blocks: Of the pool.
+    """
     from vllm_h2o.attention.ops.triton import DecodeScratch, slots_with_logits
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
+    if not ours:
+        return 0
+    spec, budget = ours[0], ours[0].layout.budget
     max_rows = vllm_config.scheduler_config.max_num_seqs
-    num_kv_heads = model.get_num_kv_heads(parallel)
-    budget, richest = budgets(vllm_config)
-    pool = num_blocks * vllm_config.cache_config.block_size
-    most = most_slots(vllm_config, num_kv_heads)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    pool = num_blocks * spec.block_size
     return DecodeScratch.bytes_of(
         max_rows,
         model.get_num_attention_heads(parallel),
-        num_kv_heads,
-        model.get_head_size(),
+        spec.num_kv_heads,
+        spec.head_size,
         budget,
-        richest,
-        slots_with_logits(max_rows, most, pool, budget),
+        spec.largest_budget,
+        slots_with_logits(max_rows, spec.most_slots, pool, budget),
         current_platform.device_type,
     )

@@ -485,6 +485,9 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "platforms.interface:Platform.is_cpu": ("(self)",),
     "platforms.interface:Platform.is_cuda": ("(self)",),
     "platforms.interface:Platform.device_name": ("is str",),
+    "platforms.interface:Platform.update_block_size_for_backend": (
+        "(cls, vllm_config)",
+    ),
     "platforms.interface:Platform.get_device_capability": ("(cls, device_id=)",),
     "logger:init_logger": ("(name)",),
     "platforms:current_platform": ("is Platform",),

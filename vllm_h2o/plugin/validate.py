@@ -21,12 +21,10 @@ from vllm_h2o.plugin.engine_args import (
 from vllm_h2o.policy.config import MEASURE, REQUEST, UNIFORM
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import fused_form_of, fused_prompt_form_of
-from vllm_h2o.policy.options import shortened, shown
+from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.profile import HeadProfile
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -272,7 +270,7 @@ def check_cuda_options(vllm_config: VllmConfig) -> None:
 
 
 def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
-    from vllm_h2o.attention.heads import profile_path
+    from vllm_h2o.calibration.head_profiles import check_profile, profile_path
 
     path = profile_path(config, vllm_config.model_config.model)
     if path is None and config.head_budgets not in (MEASURE, REQUEST):
@@ -296,26 +294,12 @@ def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
 
 def _check_text_length(vllm_config: VllmConfig) -> None:
     """Raise ValueError when the texts that measure the heads would be too short."""
-    from vllm_h2o.plugin.calibration import FEWEST_TOKENS, longest_step
+    from vllm_h2o.calibration.measure import FEWEST_TOKENS, longest_step
 
     option, length = longest_step(vllm_config)
     if length < FEWEST_TOKENS:
         fix = f"use at least {FEWEST_TOKENS}, or --h2o-head-budgets uniform"
         _refuse(f"--h2o-head-budgets measure with {option}", length, fix)
-
-
-def check_profile(
-    profile: HeadProfile, source: Path | str, vllm_config: VllmConfig, num_layers: int
-) -> None:
-    """Raise ValueError when a head profile is another model's."""
-    num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-    if (profile.num_layers, profile.num_kv_heads) != (num_layers, num_kv_heads):
-        raise ValueError(
-            f"h2o_head_budgets (--h2o-head-budgets): {shortened(source)} is for "
-            f"{profile.num_layers} layers of {profile.num_kv_heads} KV heads, this "
-            f"model has {num_layers} of {num_kv_heads} with full attention: measure "
-            "it with python -m vllm_h2o.calibrate, or use 'uniform'"
-        )
 
 
 def check_kv_cache_config(

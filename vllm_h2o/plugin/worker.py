@@ -7,7 +7,6 @@ CUDA interface off for the whole process.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,18 +15,12 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
-from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.heads import (
-    budgets,
-    placement_of,
-    profile_of,
-    profile_path,
-    remember,
-)
+from vllm_h2o.attention.heads import placement_of
 from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
 from vllm_h2o.attention.placements import (
     BY_HEAD,
@@ -36,43 +29,21 @@ from vllm_h2o.attention.placements import (
     RequestPlacements,
 )
 from vllm_h2o.attention.watch import Losses, Recorder, Watch
+from vllm_h2o.calibration.head_profiles import check_profile
+from vllm_h2o.calibration.measure import LoadedModel, measure, texts_to_read
+from vllm_h2o.calibration.resolve import Resolved, gates_of, own_kv_heads, resolve
 from vllm_h2o.core.compat import settle_block_size
 from vllm_h2o.core.metrics import attach_seconds
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
-from vllm_h2o.core.settings import h2o_config, settle
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
-from vllm_h2o.plugin.calibration import (
-    ANSWERED_TOKENS,
-    FEWEST_TOKENS,
-    LoadedModel,
-    longest_step,
-    measure,
-    of_first_rank,
-    rotations_of,
-    texts_to_read,
-)
-from vllm_h2o.plugin.head_profiles import (
-    holds_longest,
-    profile_at_startup,
-    why_not_measured,
-)
 from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.validate import (
     check_kernel_block_size,
     check_kv_cache_config,
-    check_profile,
     check_vllm_config,
 )
-from vllm_h2o.policy.config import (
-    ATTENTION,
-    AUTO,
-    GATE,
-    MEASURE,
-    REQUEST,
-    H2OConfig,
-)
-from vllm_h2o.policy.gate import num_features
+from vllm_h2o.policy.config import REQUEST
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.placement import Placement
 from vllm_h2o.policy.profile import HeadProfile
@@ -101,8 +72,7 @@ class H2OWorker(_Stock):
         check_vllm_config(vllm_config)
         self._plan = ResidencyPlan(stats=H2OStats().as_dict())
         self._step = StepRows()
-        self._profile: HeadProfile | None = None
-        self._settled = False
+        self._resolved: Resolved | None = None
         self._warming_up = False
         self._recorder: Recorder | None = None
         self._backend = self.choose_backend(vllm_config)
@@ -130,21 +100,23 @@ class H2OWorker(_Stock):
         finally:
             self.overridden.clear_override()
             _cached_get_attn_backend.cache_clear()
+        # As vLLM does next: budgets are whole blocks.
+        current_platform.update_block_size_for_backend(self.vllm_config)
+        self._resolve()
 
     @property
     def _is_v2(self) -> bool:
         return self.vllm_config.use_v2_model_runner
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """The specs of the layers; the backend reads the policy from the config.
+        """The specs of the layers, with what the start has decided."""
+        assert self._resolved is not None, "the model is not loaded"
+        return {
+            name: self._resolved.spec_of(spec) for name, spec in self._specs().items()
+        }
 
-        The model is loaded, and nothing has been allocated or scheduled: time to find
-        out what the policy leaves to the worker, since specs tell it to the scheduler.
-        """
-        if not self._settled:
-            self._settled = True
-            self._find_profile()
-            self._settle_prompt_score()
+    def _specs(self) -> dict[str, KVCacheSpec]:
+        """The specs as the backend makes them, by the options."""
         with set_current_vllm_config(self.vllm_config):
             return super().get_kv_cache_spec()
 
@@ -156,106 +128,26 @@ class H2OWorker(_Stock):
     def _loaded_model(self) -> LoadedModel:
         evicting = {
             name: self._h2o_layers[name]
-            for name, spec in self.get_kv_cache_spec().items()
+            for name, spec in self._specs().items()
             if type(spec) is H2OAttentionSpec
         }
         return LoadedModel(self.vllm_config, self.model_runner, evicting)
 
-    def _find_profile(self) -> None:
-        """Find or measure the head profile, for all that ask `profile_of` later."""
-        start = time.perf_counter()
-        self._profile = profile_at_startup(self._loaded_model())
-        remember(self.vllm_config, self._profile)
-        if self._profile is not None:
-            logger.info_once(
-                "H2O has the profile of the heads, after %.1f s: %s",
-                time.perf_counter() - start, self._profile.measured_on,
-            )  # fmt: skip
+    def _resolve(self) -> None:
+        """Decide what the options leave open, and tell the layers.
 
-    def _settle_prompt_score(self) -> None:
-        """Let prompts go by the gate where there is one, if the user leaves it open."""
-        config = h2o_config(self.vllm_config)
-        assert config is not None
-        if config.prompt_score != AUTO:
-            return
-        parallel = self.vllm_config.parallel_config
-        if parallel.data_parallel_size > 1 or parallel.enable_eplb:
-            # Their ranks may know of different profiles, and their passes belong
-            # together: one that made a pass for its gate would wait for the others.
-            why = "with data parallelism or EPLB the gate has to be asked for"
-        elif holds_longest(self.vllm_config, config):
-            why = "nothing is evicted"
-        else:
-            # Ranks on other machines may see other files.
-            why = of_first_rank(self._why_no_gate(config))
-        settle(self.vllm_config, prompt_score=ATTENTION if why else GATE)
-        by = f"their attention: {why}" if why else "the gate"
-        logger.info_once("H2O compresses prompts by %s", by)
-
-    def _why_no_gate(self, config: H2OConfig) -> str:
-        """What there would have to be for prompts to go by a gate; empty: there is."""
-        profile = profile_of(self.vllm_config)
-        if profile is None:
-            why = why_not_measured(self.vllm_config, config)
-            return why or "there is no head profile, see the log"
-        if profile.gate is None:
-            return "the head profile in force has no gate"
-        sizes = {x.impl.head_size for x in self._loaded_model().layers.values()}
-        has, features = profile.gate["features"], [num_features(x, x) for x in sizes]
-        if features != [has]:
-            return (
-                f"the gate of the head profile in force has {has} weights for a head, "
-                f"where this model needs {features}"
-            )
-        option, tokens = longest_step(self.vllm_config)
-        if tokens < ANSWERED_TOKENS:
-            needed = ANSWERED_TOKENS
-            return f"{option} is {tokens}, to see how keys rotate takes {needed}"
-        return ""
-
-    def _give_gates(self) -> None:
-        """Give each layer that evicts its part of the gate, if prompts go by it."""
-        config, profile = h2o_config(self.vllm_config), profile_of(self.vllm_config)
-        assert config is not None
-        if not config.gated or holds_longest(self.vllm_config, config):
-            return
-        if why := self._why_no_gate(config):
-            option, tokens = longest_step(self.vllm_config)
-            measured = f"h2o_head_budgets={MEASURE!r}"
-            if tokens < FEWEST_TOKENS:
-                measured += f" with {option} of at least {FEWEST_TOKENS}"
-            raise ValueError(
-                f"h2o_prompt_score (--h2o-prompt-score) is {GATE!r}, but {why}: use "
-                f"{measured}, or h2o_prompt_score={ATTENTION!r}"
-            )
-        assert profile is not None
-        model = self._loaded_model()
-        rotations = rotations_of(model)
-        names = sorted(model.layers, key=extract_layer_index)
-        check_profile(profile, profile.measured_on, self.vllm_config, len(names))
-        all_weights = torch.from_numpy(profile.gate_weights().copy())
-        for name, weights in zip(names, all_weights, strict=True):
-            impl = model.layers[name].impl
-            own = weights[self._own_kv_heads(impl.num_kv_heads)]
-            group = impl.num_heads // impl.num_kv_heads
-            own = own.to(self.model_runner.device)
-            # Settled after the layer was made.
-            impl.h2o, impl.gate = config, LayerGate(own, rotations[name], group)
-
-    def _own_kv_heads(self, count: int) -> slice:
-        """This rank's of the model's KV heads.
-
-        With fewer heads than ranks, neighbouring ranks have the same head.
+        The model is loaded, and nothing has been allocated or scheduled.
         """
-        parallel = self.vllm_config.parallel_config
-        total = self.vllm_config.model_config.get_total_num_kv_heads()
-        first = parallel.rank % parallel.tensor_parallel_size * total
-        first //= parallel.tensor_parallel_size
-        return slice(first, first + count)
+        model = self._loaded_model()
+        self._resolved = resolve(model)
+        gates = gates_of(model, self._resolved)
+        for name, layer in model.layers.items():
+            layer.impl.resolve(self._resolved.config, gates.get(name))
 
     def h2o_profile(self) -> HeadProfile | None:
         """The head profile in force; called by RPC."""
-        return profile_of(self.vllm_config)
+        assert self._resolved is not None
+        return self._resolved.profile
 
     def h2o_measure(self, texts: list[list[int]] | None, length: int) -> dict[str, Any]:
         """Measure the heads; called by RPC, by `vllm_h2o.calibrate`.
@@ -275,7 +167,6 @@ class H2OWorker(_Stock):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""
         check_kv_cache_config(self.vllm_config, kv_cache_config)
-        self._give_gates()
         for layer in self._h2o_layers.values():
             if (impl := _impl(layer)) is not None:
                 impl.unbind()
@@ -330,7 +221,7 @@ class H2OWorker(_Stock):
             split = self._split_by_profile(builder)
             table = PlacementTable.of(pages, layout, split(layout))
             if several:
-                most = [self._richest_blocks(spec)] * len(pages)
+                most = [spec.richest_blocks] * len(pages)
                 table = PlacementTable(pages, layout, most, end)
                 table.put(BY_HEAD, split(layout))
         for layer, part in zip(layers, table.parts(), strict=True):
@@ -338,26 +229,21 @@ class H2OWorker(_Stock):
         by_budget = BudgetPlacements(table, spec.h2o, layout, end, split)
         return layers if by_head else (), by_budget if several else None
 
-    def _richest_blocks(self, spec: H2OAttentionSpec) -> int:
-        """Blocks of the richest head of any rank, by the engine's budget."""
-        return budgets(self.vllm_config, spec.max_model_len)[1] // spec.block_size
-
     def _has_head_budgets(self, builder: H2OMetadataBuilder) -> bool:
         """Whether the heads of a KV cache group have budgets of their own."""
-        config, profile = builder.spec.h2o, profile_of(self.vllm_config)
-        if profile is None and config.head_budgets != REQUEST:
+        config, resolved = builder.spec.h2o, self._resolved
+        assert resolved is not None
+        if resolved.profile is None and config.head_budgets != REQUEST:
             return False
-        path = profile_path(config, self.vllm_config.model_config.model)
-        source = path or (profile.measured_on if profile else repr(REQUEST))
         evicting = sum(len(other.layer_names) for _, other in self._h2o_builders())
         if len(builder.layer_names) == evicting:
             return True
         several = (
-            f"{source} has budgets for {evicting} layers together, which vLLM has "
-            "put into several KV cache groups, because the model has fewer "
+            f"{resolved.source} has budgets for {evicting} layers together, which vLLM "
+            "has put into several KV cache groups, because the model has fewer "
             "windowed layers"
         )
-        if path is None and config.head_budgets != REQUEST:
+        if resolved.file is None and config.head_budgets != REQUEST:
             logger.warning_once("H2O gives all KV heads the same budget: %s", several)
             return False
         raise ValueError(
@@ -368,23 +254,22 @@ class H2OWorker(_Stock):
         self, builder: H2OMetadataBuilder
     ) -> Callable[[SlotLayout], Placement]:
         """What splits a budget over the heads of this rank, by the profile in force."""
-        profile, spec = profile_of(self.vllm_config), builder.spec
-        assert profile is not None
-        path = profile_path(spec.h2o, self.vllm_config.model_config.model)
-        source = path or profile.measured_on
-        check_profile(profile, source, self.vllm_config, len(builder.layer_names))
+        resolved, spec = self._resolved, builder.spec
+        assert resolved is not None and resolved.profile is not None
+        layers = len(builder.layer_names)
+        check_profile(resolved.profile, resolved.source, self.vllm_config, layers)
         split = functools.partial(
             placement_of,
-            profile,
+            resolved.profile,
             spec.h2o,
             max_blocks=spec.dense_columns,
-            most_blocks=self._richest_blocks(spec),
-            kv_heads=self._own_kv_heads(spec.num_kv_heads),
+            most_blocks=spec.richest_blocks,
+            kv_heads=own_kv_heads(self.vllm_config, spec.num_kv_heads),
         )
         slots = split(builder.layout).budgets
         logger.info_once(
             "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
-            source, min(slots), max(slots), sum(slots) // len(slots),
+            resolved.source, min(slots), max(slots), sum(slots) // len(slots),
         )  # fmt: skip
         return split
 
@@ -466,7 +351,7 @@ class H2OWorker(_Stock):
         heads = [
             {
                 "layer": extract_layer_index(names[number]),
-                "head": self._own_kv_heads(1).start + head,
+                "head": own_kv_heads(self.vllm_config, 1).start + head,
                 "lost_at": lost_at.tolist(),
             }
             for (number, head), lost_at in losses.lost_at.items()

@@ -55,7 +55,7 @@ class HeadProfile:
         grid_tokens: `[n]` budgets in tokens, ascending.
         errors: `[num_layers, num_kv_heads, n]` squared error of the head's
             contribution to what the layer puts out, relative as
-            `vllm_h2o.policy.sensitivity` says.
+            `vllm_h2o.calibration.sensitivity` says.
         measured_on: What it was measured on, for people.
         context_tokens: Tokens of the texts; 0: the grid ends at 80 % of them, as
             in files that do not say.

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vllm_h2o.policy.gate import Examples, Lessons, Rotation, expected, features
+from vllm_h2o.calibration.gate_fit import Examples, Lessons
+from vllm_h2o.policy.gate import Rotation, expected, features
 
 
 def rotation(neox, dim=12, count=50):

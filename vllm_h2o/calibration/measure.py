@@ -27,24 +27,19 @@ from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_h2o.attention.dense_pass import (
+from vllm_h2o.calibration.dense_pass import (
     DensePass,
     called_module,
     decoder_layer,
     norms_of,
     output_projection,
 )
-from vllm_h2o.plugin.texts import calibration_texts, digest
-from vllm_h2o.policy.gate import (
-    LEAST_EXPLAINED,
-    Examples,
-    Lessons,
-    Rotation,
-    num_features,
-)
+from vllm_h2o.calibration.gate_fit import LEAST_EXPLAINED, Examples, Lessons
+from vllm_h2o.calibration.sensitivity import OBSERVED, grid_of
+from vllm_h2o.calibration.texts import calibration_texts, digest
+from vllm_h2o.policy.gate import Rotation, num_features
 from vllm_h2o.policy.options import shortened
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
-from vllm_h2o.policy.sensitivity import OBSERVED, grid_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -256,8 +251,8 @@ def longest_step(vllm_config: VllmConfig) -> tuple[str, int]:
 def texts_to_read(model_config: Any, length: int) -> tuple[list[list[int]], str]:
     """Token ids of texts, all of one length, and what these are.
 
-    Those of `vllm_h2o.plugin.texts`; random ones where the engine has no tokenizer, or
-    one that makes too few tokens of them. All ranks have the first one's.
+    Those of `vllm_h2o.calibration.texts`; random ones where the engine has no
+    tokenizer, or one that makes too few tokens of them. All ranks have the first one's.
     """
     texts: list[list[int]] = []
     if get_tensor_model_parallel_rank() == 0:

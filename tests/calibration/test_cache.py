@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_h2o.plugin import profile_cache, texts
-from vllm_h2o.plugin.profile_cache import LEAST_COSINE, keep
+from vllm_h2o.calibration import cache, texts
+from vllm_h2o.calibration.cache import LEAST_COSINE, keep
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 
@@ -29,7 +29,7 @@ def answers(cosine=1.0):
 
 
 def find(cosine=1.0, layers=3, heads=2):
-    found = profile_cache.find(answers(cosine), layers, heads)
+    found = cache.find(answers(cosine), layers, heads)
     return found and found[1]
 
 
@@ -60,7 +60,7 @@ def test_of_files_of_one_model_one_with_a_gate_counts_where_it_is_needed():
     keep(answers(), gated)
     keep(answers(1 - 1e-7), profile(0.6, 2048))
     assert find() == profile(0.6, 2048)
-    found = profile_cache.find(answers(), 3, 2, gated=True)
+    found = cache.find(answers(), 3, 2, gated=True)
     assert found and found[1] == gated
 
 

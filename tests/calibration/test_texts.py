@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.smollm2 import ensure_model
-from vllm_h2o.plugin.texts import MOST_TOKENS, calibration_texts, digest
+from vllm_h2o.calibration.texts import MOST_TOKENS, calibration_texts, digest
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from vllm_h2o.policy.sensitivity import OBSERVED, SINKS, STRIDE, grid_of, head_errors
+from vllm_h2o.calibration.sensitivity import (
+    OBSERVED,
+    SINKS,
+    STRIDE,
+    grid_of,
+    head_errors,
+)
 
 N, KV_HEADS, GROUP, SIZE, HIDDEN = 2 * OBSERVED + 72, 3, 2, 16, 40
 

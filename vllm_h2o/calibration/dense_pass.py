@@ -2,7 +2,7 @@
 
 A text runs through the loaded model with a `DensePass` as the attention metadata of all
 layers: each attends densely, without a KV cache, and those that evict note what their
-heads would lose under each budget of a grid (`vllm_h2o.policy.sensitivity`).
+heads would lose under each budget of a grid (`vllm_h2o.calibration.sensitivity`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from vllm_h2o.policy.gate import Examples, Rotation, examples_of, paid_later
-from vllm_h2o.policy.sensitivity import OBSERVED, STRIDE, head_errors
+from vllm_h2o.attention.backend import DenseMetadata
+from vllm_h2o.calibration.gate_fit import Examples, examples_of, paid_later
+from vllm_h2o.calibration.sensitivity import OBSERVED, STRIDE, head_errors
+from vllm_h2o.policy.gate import Rotation
 
 _FUSED_HEAD_SIZE = 256
 """Above it, with a mask or with a soft cap torch has no attention on CUDA that does not
@@ -25,12 +27,12 @@ _TILE = 256
 """Queries whose logits are held at a time then."""
 
 
-class DensePass:
+class DensePass(DenseMetadata):
     """One text's attention metadata.
 
     Attributes:
         errors: By layer name `[num_kv_heads, len(grid)]` float32: this rank's errors,
-            relative as `vllm_h2o.policy.sensitivity` says, mean over the observed
+            relative as `vllm_h2o.calibration.sensitivity` says, mean over the observed
             queries.
         examples: By layer name what the gate learns of this rank's heads.
         rotations: By layer name what rotated the keys; None: no module of vLLM's.
@@ -69,15 +71,7 @@ class DensePass:
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of one layer over the whole text.
-
-        Args:
-            layer: vLLM's `Attention`.
-            query: `[n, num_heads, head_size]`, after RoPE.
-            key: `[n, num_kv_heads, head_size]`, after RoPE.
-            value: `[n, num_kv_heads, head_size_v]`.
-            output: `[n, num_heads, head_size_v]`, is filled.
-        """
+        """See the base class."""
         impl, name = layer.impl, layer.layer_name
         self.rotations[name], self._rotation = self._rotation, None
         softcap = float(impl.logits_soft_cap or 0.0)
@@ -223,7 +217,7 @@ def _path(model: nn.Module, layer: nn.Module) -> str:
 def _gram(
     projection: RowParallelLinear | None, num_kv_heads: int, output: torch.Tensor
 ) -> torch.Tensor:
-    """`[num_kv_heads, width, width]` float32, see `policy.sensitivity.head_errors`.
+    """`[num_kv_heads, width, width]` float32, see `sensitivity.head_errors`.
 
     The projection is applied to unit vectors: packed or quantized, its weight can not
     be read. They are as long as a typical output of a head, for which a quantized

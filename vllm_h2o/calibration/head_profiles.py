@@ -1,7 +1,7 @@
-"""At startup: which head profile an engine goes by, and where it is from.
+"""Where a model's head profile is from: a file, the cache, or a measurement now.
 
-The user's file, or one beside the weights (`attention.heads.profile_path`), comes
-first. Without one `auto` looks into the cache, and measures what is not there.
+The user's file, or one beside the weights, comes first. Without one `auto` looks into
+the cache, and measures what is not there.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from vllm_h2o.attention.heads import profile_path
-from vllm_h2o.core.settings import CALIBRATE, h2o_config, uses_profile_cache
-from vllm_h2o.plugin import profile_cache
-from vllm_h2o.plugin.calibration import (
+from vllm_h2o.calibration import cache
+from vllm_h2o.calibration.measure import (
     ANSWERED_TOKENS,
     FEWEST_TOKENS,
     LoadedModel,
@@ -27,11 +26,19 @@ from vllm_h2o.plugin.calibration import (
     of_first_rank,
     texts_to_read,
 )
-from vllm_h2o.plugin.texts import MOST_TOKENS
-from vllm_h2o.policy.config import ATTENTION, AUTO, MEASURE, H2OConfig
+from vllm_h2o.calibration.texts import MOST_TOKENS
+from vllm_h2o.core.settings import CALIBRATE, h2o_config, uses_profile_cache
+from vllm_h2o.policy.config import (
+    ATTENTION,
+    AUTO,
+    MEASURE,
+    REQUEST,
+    UNIFORM,
+    H2OConfig,
+)
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import shortened
-from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +50,35 @@ MOST_SECONDS = 60
 _OFFLINE = "measure elsewhere with python -m vllm_h2o.calibrate and give the file"
 
 
+def profile_path(config: H2OConfig, model: str) -> Path | None:
+    """The profile's file; None where there is none to be read.
+
+    Args:
+        config: The policy.
+        model: The model's folder, or its name.
+    """
+    if config.head_budgets in (UNIFORM, MEASURE, REQUEST):
+        return None
+    if config.head_budgets != AUTO:
+        return Path(config.head_budgets)
+    path = Path(model) / FILE_NAME
+    return path if config.may_differ_by_head and path.is_file() else None
+
+
+def check_profile(
+    profile: HeadProfile, source: Path | str, vllm_config: VllmConfig, num_layers: int
+) -> None:
+    """Raise ValueError when a head profile is another model's."""
+    num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    if (profile.num_layers, profile.num_kv_heads) != (num_layers, num_kv_heads):
+        raise ValueError(
+            f"h2o_head_budgets (--h2o-head-budgets): {shortened(source)} is for "
+            f"{profile.num_layers} layers of {profile.num_kv_heads} KV heads, this "
+            f"model has {num_layers} of {num_kv_heads} with full attention: measure "
+            "it with python -m vllm_h2o.calibrate, or use 'uniform'"
+        )
+
+
 def profile_at_startup(model: LoadedModel) -> HeadProfile | None:
     """Find or measure a profile, where none is in a file.
 
@@ -50,7 +86,8 @@ def profile_at_startup(model: LoadedModel) -> HeadProfile | None:
         model: With its weights loaded, before its KV cache is allocated.
 
     Returns:
-        The profile; None: there is a file, or all heads have the same budget.
+        The profile; None: all heads have the same budget, or each request shares it
+        out.
 
     Raises:
         ValueError: The user asks to measure what can not be measured.
@@ -61,12 +98,7 @@ def profile_at_startup(model: LoadedModel) -> HeadProfile | None:
         return _measured_as_asked(model)
     if config.head_budgets != AUTO or not config.may_differ_by_head:
         return None
-    file = profile_path(config, model.vllm_config.model_config.model)
-    # Ranks on other machines may see other files.
-    file, why = of_first_rank((file, why_not_measured(model.vllm_config, config)))
-    if file:
-        return None
-    if why:
+    if why := of_first_rank(why_not_measured(model.vllm_config, config)):
         logger.info_once("H2O gives all KV heads the same budget: %s", why)
         return None
     try:
@@ -184,7 +216,7 @@ def _found(
     if get_tensor_model_parallel_rank() == 0:
         heads = model.vllm_config.model_config.get_total_num_kv_heads()
         try:
-            found = profile_cache.find(mine, len(model.layers), heads, gated)
+            found = cache.find(mine, len(model.layers), heads, gated)
         except OSError as error:
             logger.warning_once(
                 "H2O has no cache of head profiles (VLLM_H2O_CACHE): %s",
@@ -230,11 +262,9 @@ def _keep(mine: Sequence[float], profile: HeadProfile) -> None:
     try:
         if profile.gate is None:
             shape = profile.num_layers, profile.num_kv_heads
-            known = profile_cache.find(mine, *shape, gated=True)
+            known = cache.find(mine, *shape, gated=True)
             profile = replace(profile, gate=known and known[1].gate)
-        logger.info_once(
-            "H2O keeps what it measured in %s", profile_cache.keep(mine, profile)
-        )
+        logger.info_once("H2O keeps what it measured in %s", cache.keep(mine, profile))
     except OSError as error:
         logger.warning_once(
             "H2O can not keep what it measured and will measure it again at the next "

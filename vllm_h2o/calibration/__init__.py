@@ -1,0 +1,1 @@
+"""Measuring: what a model's KV heads lose, the gate, and where both are kept."""

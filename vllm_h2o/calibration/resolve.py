@@ -1,0 +1,197 @@
+"""At startup: what the options leave open is decided, once, when the model is loaded.
+
+That is which head profile an engine goes by, and whether prompts go by its gate.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_h2o.attention.gate import LayerGate
+from vllm_h2o.attention.heads import richest_blocks
+from vllm_h2o.calibration.head_profiles import (
+    check_profile,
+    holds_longest,
+    profile_at_startup,
+    profile_path,
+    why_not_measured,
+)
+from vllm_h2o.calibration.measure import (
+    ANSWERED_TOKENS,
+    FEWEST_TOKENS,
+    LoadedModel,
+    longest_step,
+    of_first_rank,
+    rotations_of,
+)
+from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.config import ATTENTION, AUTO, GATE, MEASURE, H2OConfig
+from vllm_h2o.policy.gate import num_features
+from vllm_h2o.policy.profile import HeadProfile
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a start has decided.
+
+    Attributes:
+        config: The policy; its `prompt_score` is not `auto` any more.
+        profile: Of the model's heads; None: all have the same budget, or each request
+            shares it out.
+        file: Where the profile is from, if it is a user's.
+    """
+
+    config: H2OConfig
+    profile: HeadProfile | None = None
+    file: Path | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the budgets of the heads are from, for messages."""
+        if self.profile is None:
+            return repr(self.config.head_budgets)
+        return str(self.file or self.profile.measured_on)
+
+    def spec_of(self, spec: KVCacheSpec) -> KVCacheSpec:
+        """A layer's spec, which tells the scheduler and the builders of it."""
+        if type(spec) is not H2OAttentionSpec:
+            return spec
+        config, richest = self.config, (0, 0)
+        if self.profile is not None:
+            richest = richest_blocks(self.profile, config, spec.layout, spec)
+        return replace(
+            spec, h2o=config, richest_blocks=richest[0], richest_layer_blocks=richest[1]
+        )
+
+
+def resolve(model: LoadedModel) -> Resolved:
+    """Decide what the options leave open.
+
+    Args:
+        model: With its weights loaded, before its KV cache is allocated.
+
+    Raises:
+        ValueError: The user asks for what there is not: to measure what can not be
+            measured, or for a gate.
+    """
+    start, config = time.perf_counter(), h2o_config(model.vllm_config)
+    assert config is not None
+    file = profile_path(config, model.vllm_config.model_config.model)
+    # Ranks on other machines may see other files.
+    file, profile = of_first_rank((file, HeadProfile.load(file) if file else None))
+    if file is None:
+        profile = profile_at_startup(model)
+    if profile is not None and not file:
+        logger.info_once(
+            "H2O has the profile of the heads, after %.1f s: %s",
+            time.perf_counter() - start, profile.measured_on,
+        )  # fmt: skip
+    if config.prompt_score == AUTO:
+        config = replace(config, prompt_score=_prompt_score(model, config, profile))
+    elif config.gated and not holds_longest(model.vllm_config, config):
+        _check_gate(model, config, profile)
+    return Resolved(config, profile, file)
+
+
+def _prompt_score(
+    model: LoadedModel, config: H2OConfig, profile: HeadProfile | None
+) -> str:
+    """What prompts go by where the user leaves it open: the gate, if there is one."""
+    parallel = model.vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 or parallel.enable_eplb:
+        # Their ranks may know of different profiles, and their passes belong
+        # together: one that made a pass for its gate would wait for the others.
+        why = "with data parallelism or EPLB the gate has to be asked for"
+    elif holds_longest(model.vllm_config, config):
+        why = "nothing is evicted"
+    else:
+        # Ranks on other machines may see other files.
+        why = of_first_rank(_why_no_gate(model, config, profile))
+    by = f"their attention: {why}" if why else "the gate"
+    logger.info_once("H2O compresses prompts by %s", by)
+    return ATTENTION if why else GATE
+
+
+def _why_no_gate(
+    model: LoadedModel, config: H2OConfig, profile: HeadProfile | None
+) -> str:
+    """What there would have to be for prompts to go by a gate; empty: there is."""
+    if profile is None:
+        why = why_not_measured(model.vllm_config, config)
+        return why or "there is no head profile, see the log"
+    if profile.gate is None:
+        return "the head profile in force has no gate"
+    sizes = {layer.impl.head_size for layer in model.layers.values()}
+    has, needed = profile.gate["features"], [num_features(x, x) for x in sizes]
+    if needed != [has]:
+        return (
+            f"the gate of the head profile in force has {has} weights for a head, "
+            f"where this model needs {needed}"
+        )
+    option, tokens = longest_step(model.vllm_config)
+    if tokens < ANSWERED_TOKENS:
+        return f"{option} is {tokens}, to see how keys rotate takes {ANSWERED_TOKENS}"
+    return ""
+
+
+def _check_gate(
+    model: LoadedModel, config: H2OConfig, profile: HeadProfile | None
+) -> None:
+    """Raise ValueError where a gate is asked for and there is none."""
+    why = _why_no_gate(model, config, profile)
+    if not why:
+        return
+    option, tokens = longest_step(model.vllm_config)
+    measured = f"h2o_head_budgets={MEASURE!r}"
+    if tokens < FEWEST_TOKENS:
+        measured += f" with {option} of at least {FEWEST_TOKENS}"
+    raise ValueError(
+        f"h2o_prompt_score (--h2o-prompt-score) is {GATE!r}, but {why}: use "
+        f"{measured}, or h2o_prompt_score={ATTENTION!r}"
+    )
+
+
+def gates_of(model: LoadedModel, resolved: Resolved) -> dict[str, LayerGate]:
+    """The gates of the layers that evict, by name; none where prompts do without."""
+    config, profile, vllm_config = resolved.config, resolved.profile, model.vllm_config
+    if not config.gated or holds_longest(vllm_config, config):
+        return {}
+    assert profile is not None
+    names = sorted(model.layers, key=extract_layer_index)
+    check_profile(profile, resolved.source, vllm_config, len(names))
+    rotations = rotations_of(model)
+    gates = {}
+    for name, weights in zip(names, profile.gate_weights(), strict=True):
+        impl = model.layers[name].impl
+        own_heads = own_kv_heads(vllm_config, impl.num_kv_heads)
+        own = torch.from_numpy(weights.copy())[own_heads]
+        group = impl.num_heads // impl.num_kv_heads
+        own = own.to(model.runner.device)
+        gates[name] = LayerGate(own, rotations[name], group)
+    return gates
+
+
+def own_kv_heads(vllm_config: VllmConfig, count: int) -> slice:
+    """This rank's `count` of the model's KV heads.
+
+    With fewer heads than ranks, neighbouring ranks have the same head.
+    """
+    parallel = vllm_config.parallel_config
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    first = parallel.rank % parallel.tensor_parallel_size * total
+    first //= parallel.tensor_parallel_size
+    return slice(first, first + count)
