@@ -40,7 +40,7 @@ from benchmarks.report import spread, write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import STOCK
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
-from vllm_h2o.attention.metadata import StepRows
+from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import h2o_config

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention.cuda_backend import H2OTritonAttentionBuilder
-from vllm_h2o.attention.metadata import StepRows
+from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec

@@ -28,12 +28,12 @@ def test_decodes_are_written_into_what_a_graph_holds(builder):
     for metadata in (captured, replayed):
         assert metadata.stock is None and metadata.resident_tokens is None
         resident = metadata.resident
-        assert resident.positions._base is builder._positions
-        assert resident.first_queries._base is builder._first_queries
+        assert resident.positions._base is builder._tensors._positions
+        assert resident.first_queries._base is builder._tensors._first_queries
         assert len(resident.positions) == len(resident.block_table) == 3
-        assert resident.scratch is builder._scratch
-        assert resident.logit_starts._base is builder._logit_starts
-        assert resident.block_table._base is builder._block_table
+        assert resident.scratch is builder._tensors._scratch
+        assert resident.logit_starts._base is builder._tensors._logit_starts
+        assert resident.block_table._base is builder._tensors._block_table
         assert resident.block_table.shape == (3, 64 // 16)
 
 
@@ -94,6 +94,6 @@ def test_groups_of_one_engine_share_their_scratch():
     """The worker takes it off the KV cache once, however many groups there are."""
     builder, config = make_builder()
     sibling = type(builder)(builder.kv_cache_spec, [], config, DEVICE)
-    assert sibling._scratch is builder._scratch
+    assert sibling._tensors._scratch is builder._tensors._scratch
     other, _ = make_builder()
-    assert other._scratch is not builder._scratch
+    assert other._tensors._scratch is not builder._tensors._scratch

@@ -9,9 +9,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
 from vllm_h2o.attention import metadata as metadata_module
+from vllm_h2o.attention import transition as transition_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
-from vllm_h2o.attention.metadata import StepRows, _select_rows
-from vllm_h2o.attention.placements import BY_HEAD
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
+from vllm_h2o.attention.rows import select_rows
+from vllm_h2o.attention.step import StepRows
+from vllm_h2o.attention.transition import ObservedPrompt
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -131,18 +134,25 @@ def test_mixed_batch():
 def test_scores_of_earlier_steps_are_there_for_every_group():
     step = StepRows()
     for layer in ("one", "another"):
-        step.partial_states("r")[layer] = layer
+        step.transitions.partial_states("r")[layer] = layer
     for layer in ("one", "another"):  # as `observe_prompt` takes them
-        assert step.partial_states("r").pop(layer) == layer
-    step.partial_states("r")["one"] = 1
+        assert step.transitions.partial_states("r").pop(layer) == layer
+    step.transitions.partial_states("r")["one"] = 1
     step.begin(plan_of({}), ["r"])
-    assert step.partial_states("r") == {}
+    assert step.transitions.partial_states("r") == {}
 
 
-def test_what_the_last_step_left_is_done_once_and_not_for_the_gone():
+def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone(monkeypatch):
     step, done = StepRows(), []
+    compressed = lambda prompt, config: done.append(prompt.request_id)  # noqa: E731
+    monkeypatch.setattr(transition_module, "compress_prompt", compressed)
     for name in ("stays", "gone"):
-        step.later.setdefault(name, []).append(lambda name=name: done.append(name))
+        tokens, blocks = slice(0, 40), torch.zeros(2, dtype=torch.int32)
+        prompt = ObservedPrompt(
+            name, step.transitions, tokens, ROWS["ends"], blocks, blocks, UNIFORM, False
+        )
+        for layer in ("first", "second"):
+            step.transitions.collect(prompt, layer, None)
     step.begin(plan_of({}), ["gone"])
     step.begin(plan_of({}), [])
     assert done == ["stays"]
@@ -160,7 +170,7 @@ def test_images_ranges_follow_their_rows():
     batch = ["old", "chunk", "read"]
     causal = torch.tensor([True, False, True])
     _, common, _ = build(tuple(batch), batch, mm_req_doc_ranges=ranges)
-    prompts, _ = _select_rows(common.replace(causal=causal), torch.tensor([1, 2]))
+    prompts, _ = select_rows(common.replace(causal=causal), torch.tensor([1, 2]))
     assert prompts.mm_req_doc_ranges == {0: [(5, 9)], 1: [(20, 50)]}
     assert prompts.causal.tolist() == [False, True]
 

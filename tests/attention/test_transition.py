@@ -103,7 +103,7 @@ def test_what_the_next_token_finds_of_a_prompt(dtype, option, by_head, num_token
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("option", ["read", "merge"])
-def test_what_the_next_token_finds_when_heads_have_parted(dtype, option):
+def test_what_the_next_token_finds_when_heads_have_switched(dtype, option):
     check_next_token(dtype, option, True, BUDGET, TABLE)
 
 

@@ -11,7 +11,7 @@ from vllm_h2o.policy.profile import allocate
 
 pytestmark = pytest.mark.engine
 
-BLOCK, BUDGET, WORTH, NUM_TOKENS = 32, 256, 64, 12
+BLOCK, BUDGET, NUM_QUERIES, NUM_TOKENS = 32, 256, 64, 12
 COMMON = Sizes(BUDGET // 2, BUDGET // 2, BLOCK)
 OPTIONS = {
     "kv_policy": "gate",
@@ -46,7 +46,7 @@ def gated_heads(model, weights):
                 beside = torch.stack(beside).log()
                 x = torch.cat([*units, beside, torch.ones(1)])
                 expected = max(float(x @ self.weights), 0.0) ** 4
-                queries = min(WORTH, n - token)
+                queries = min(NUM_QUERIES, n - token)
                 scores.append(
                     model.num_heads // model.num_kv_heads * expected * queries
                 )
@@ -59,7 +59,7 @@ def test_engine_equals_reference():
     """In chunks, of prompts beyond the budget and of one that fills it later; cold, and
     with all the hits that stock takes."""
     model, prompts = DenseLlama(ensure_model()), prompts_of(700, 400, 250)
-    variant = Variant(WORTH, 1, "mean", "token", sinks=0)
+    variant = Variant(NUM_QUERIES, 1, "mean", "token", sinks=0)
     with engine(ensure_model(), **OPTIONS) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
         stretched = profile.stretched(2048, BUDGET)

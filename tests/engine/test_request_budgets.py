@@ -34,7 +34,7 @@ class CakeHead(Head):
         seen = attention[:, first:].flatten(0, 1)
         old = seen[:, :first]
         self.of_tokens = torch.stack(
-            [worth(attention[:, max(first, t) :, t]) for t in range(n)]
+            [score_of(attention[:, max(first, t) :, t]) for t in range(n)]
         )
         logs = old.clamp(min=torch.finfo(torch.float32).tiny).log()
         self.preference = float(-(old * logs).sum() * old.var(dim=0).sum())
@@ -60,7 +60,7 @@ class CakeHead(Head):
         return [head.preference for head in heads], [1] * len(heads)
 
 
-def worth(attention):
+def score_of(attention):
     """Of a prompt token that so much attention is paid, `[query heads, queries]`."""
     variance = attention.var() if attention.numel() > 1 else 0
     return attention.mean() + 200 * variance

@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend
-from vllm_h2o.attention.metadata import StepRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, launch
+from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
@@ -269,13 +269,13 @@ def test_scratch_grows_with_the_richest_head(config):
     assert (spec.largest_budget, spec.most_slots) == (256, 3 * 256)
     profile = HeadProfile.load(Path("tests/models/smollm2/h2o_heads.json"))
     resolved = Resolved(spec.h2o, profile)
-    spec = resolved.spec_of(spec)
+    spec = resolved.spec(spec)
     assert spec.layout.budget == 256 < spec.largest_budget <= 1024
     # Of one head of a rank, and of all of a layer's.
-    one = resolved.spec_of(replace(spec, num_kv_heads=1))
+    one = resolved.spec(replace(spec, num_kv_heads=1))
     assert one.most_slots == spec.largest_budget
     assert spec.largest_budget < spec.most_slots <= 3 * spec.largest_budget
-    longer = resolved.spec_of(replace(spec, max_model_len=2048))
+    longer = resolved.spec(replace(spec, max_model_len=2048))
     assert longer.largest_budget > spec.largest_budget
 
 

@@ -1,4 +1,4 @@
-"""What tokens are worth: formulas, and what holds for every method."""
+"""How tokens are scored: formulas, and what holds for every method."""
 
 import pytest
 import torch

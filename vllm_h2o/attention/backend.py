@@ -28,7 +28,7 @@ from vllm_h2o.attention.ops import (
 )
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
-from vllm_h2o.attention.prompt import observe_prompt
+from vllm_h2o.attention.transition import observe_prompt
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.config import H2OConfig
@@ -107,7 +107,7 @@ class H2OImpl(_Stock):
         """Take what the start has decided since the layer was made.
 
         Args:
-            config: The policy, none of whose options is left open.
+            config: The policy; its `prompt_score` is not `auto` any more.
             gate: Of the layer, if prompts go by it.
         """
         self.h2o, self.gate = config, gate

@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
-from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
+from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     check_supported,
@@ -38,6 +38,7 @@ from vllm_h2o.attention.ops.triton import (
 )
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, BudgetPlacements
+from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 
@@ -70,11 +71,11 @@ class _CUDABuilder(H2OMetadataBuilder):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
-    def _decode_scratch(self, vllm_config: VllmConfig) -> DecodeScratch:
+    def _decode_scratch(self, vllm_config: VllmConfig, max_rows: int) -> DecodeScratch:
         # Before vLLM measures what graphs take: the worker counts it itself, once,
         # since layers of all KV cache groups run one after the other. By identity:
         # a second engine of this process may run beside this one.
-        spec, max_rows = self.spec, len(self._positions)
+        spec = self.spec
         budget = spec.layout.budget
         self._most_slots = spec.most_slots
         # None while vLLM measures graphs, in which all rows are padding.

@@ -1,4 +1,4 @@
-"""The gate of one layer: fills in a prompt's scores when it is compressed."""
+"""The gate of one layer: fills in a prompt's attention when it is compressed."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ class LayerGate:
 
     def fill(
         self,
-        scores: torch.Tensor,
+        attention: torch.Tensor,
         pages: Pages,
         blocks: torch.Tensor,
         first_query: int,
     ) -> None:
-        """Write the scores that the window's queries are expected to give.
+        """Write the attention that the window's queries are expected to pay.
 
-            score[t] = group * expected[t] * (n - max(t, first_query))
+            attention[t] = group * expected[t] * (n - max(t, first_query))
 
         Args:
-            scores: `[num_kv_heads, n]` float32 of the prompt's tokens, written.
+            attention: `[num_kv_heads, n]` float32 of the prompt's tokens, written.
             pages: The layer's pages.
             blocks: `[>= cdiv(n, block_size)]` int32 dense blocks of the prompt.
             first_query: Position of the first query that the expectation stands for.
         """
-        n = scores.shape[1]
+        n = attention.shape[1]
         size = pages.block_size * max(1, TOKENS_AT_ONCE // pages.block_size)
         for first in range(0, n, size):
             last = min(first + size, n)
             held = blocks[first // pages.block_size : -(-last // pages.block_size)]
             x = self._features(pages, held.long(), first, last, n)
-            at = torch.arange(first, last, device=scores.device)
+            at = torch.arange(first, last, device=attention.device)
             queries = n - at.clamp(min=first_query)
             gets = expected(x, self.weights)
-            scores[:, first:last] = self.group * gets * queries
+            attention[:, first:last] = self.group * gets * queries
 
     def _features(
         self, pages: Pages, held: torch.Tensor, first: int, last: int, n: int

@@ -12,10 +12,10 @@ from vllm_h2o.policy.placement import Placement
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
 
-def richest_blocks(
+def richest_slots(
     profile: HeadProfile, config: H2OConfig, layout: SlotLayout, spec: H2OAttentionSpec
 ) -> tuple[int, int]:
-    """Blocks of the richest KV head, and of the heads of the richest layer of a rank.
+    """Slots of the richest KV head, and of the heads of the richest layer of a rank.
 
     Args:
         profile: The model's profile.
@@ -27,7 +27,8 @@ def richest_blocks(
     longest = spec.dense_columns
     blocks = _blocks(profile, config, layout, longest, longest)
     own = [sum(sorted(layer)[-spec.num_kv_heads :]) for layer in blocks]
-    return max(map(max, blocks)), max(own)
+    size = layout.block_size
+    return size * max(map(max, blocks)), size * max(own)
 
 
 def placement_of(

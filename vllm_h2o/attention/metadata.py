@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,47 +21,16 @@ from vllm_h2o.attention.placements import (
     BudgetPlacements,
     RequestPlacements,
 )
+from vllm_h2o.attention.rows import RowTensors, select_rows
+from vllm_h2o.attention.step import StepRows
+from vllm_h2o.attention.transition import ObservedPrompt
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.methods import Queries, State
+from vllm_h2o.policy.methods import Queries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-PartialStates = dict[str, State]
-"""Of a prompt whose observation window spans steps, by layer name."""
-
-
-@dataclass
-class ObservedPrompt:
-    """A prefilling row with observation queries or its transition in this step.
-
-    Attributes:
-        tokens: The row's tokens in the batch.
-        plan: The row's counts.
-        dense_blocks: `[cdiv(seq_len, block_size)]` int32 block ids.
-        resident_blocks: `[num_resident]` int32 block ids in the transition
-            step, else None.
-        placement: Index of the placement that the transition is to.
-        attends: Whether our kernel attends too; else stock's has done so.
-        split: Gives the request a placement of its own, by the layers that have run;
-            returns its index, if the request fills it. None: see `placement`.
-        partial: State of earlier steps.
-        later: What the next step begins with, for this request; takes more.
-        layers: Layers that have run and are to be compressed.
-    """
-
-    tokens: slice
-    plan: RowPlan
-    dense_blocks: torch.Tensor
-    resident_blocks: torch.Tensor | None
-    placement: int
-    attends: bool
-    partial: PartialStates
-    later: list[Callable[[], None]]
-    split: Callable[[list[ScoredLayer]], int] | None = None
-    layers: list[ScoredLayer] = field(default_factory=list)
 
 
 @dataclass
@@ -86,82 +54,6 @@ class H2OMetadata:
     observed: list[ObservedPrompt] = field(default_factory=list)
     resident: ResidentRows | None = None
     resident_tokens: torch.Tensor | None = None
-
-
-class StepRows:
-    """The step that the worker executes: hands the plan to the builders."""
-
-    def __init__(self) -> None:
-        self.request_ids: Callable[[], Sequence[str]] = tuple
-        """Returns the request ids in the row order of the batch."""
-        self.later: dict[str, list[Callable[[], None]]] = {}
-        """What the next step begins with, by request id: its transition."""
-        self.by_request: RequestPlacements | None = None
-        """The placements of requests that split their slots each in its own way."""
-        self.seconds: list[float] = []
-        """That transitions between steps have taken; for whoever takes them out."""
-        self.watchers: list[Callable[[Any, torch.Tensor, ResidencyPlan], None]] = []
-        """Told of each step by each builder, with its block table; see watch.py."""
-        self._plan: ResidencyPlan | None = None
-        self._partial: dict[str, PartialStates] = {}
-
-    def begin(self, plan: ResidencyPlan, gone: Sequence[str]) -> None:
-        """Start a step.
-
-        Args:
-            plan: The scheduler's plan.
-            gone: Requests that have finished, or whose prompt is read again, since the
-                last step.
-        """
-        self._plan = plan
-        for request_id in gone:
-            self._partial.pop(request_id, None)
-            self.later.pop(request_id, None)
-            if self.by_request:
-                self.by_request.drop(request_id)
-        self.run_due()
-
-    def run_due(self) -> None:
-        """Run the transitions that the last step put off.
-
-        Freed blocks may have new owners, but these write only in the step that begins
-        now.
-        """
-        if not self.later:
-            return  # most steps; inference mode takes longer than all else here
-        with torch.inference_mode():
-            for request_id in list(self.later):
-                start, works = time.perf_counter(), self.later.pop(request_id)
-                for work in works:
-                    work()
-                if works:
-                    self.seconds.append(time.perf_counter() - start)
-
-    def end(self) -> None:
-        """Forget the plan: what runs now is a dummy run."""
-        self._plan = None
-
-    def clear(self) -> None:
-        """Forget all requests: the KV cache goes."""
-        self.later.clear()
-        self.watchers.clear()
-        self._partial.clear()
-        self.by_request = None
-
-    @property
-    def all_decode(self) -> bool:
-        """Whether every row decodes, or is a dummy."""
-        return not self._plan or bool(self._plan.decodes.all())
-
-    def rows(self, num_reqs: int) -> ResidencyPlan | None:
-        """The plan in the order of the batch's rows, or None in a dummy run."""
-        if self._plan is None:
-            return None
-        return self._plan.ordered(list(self.request_ids()[:num_reqs]))
-
-    def partial_states(self, request_id: str) -> PartialStates:
-        """State of earlier steps of a prompt; each layer takes its own out."""
-        return self._partial.setdefault(request_id, {})
 
 
 _Stock: Any = object
@@ -198,17 +90,11 @@ class H2OMetadataBuilder(_Stock):
         self._budget_placements: BudgetPlacements | None = None
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
-        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._first_queries = torch.zeros_like(self._positions)
-        self._placements = torch.zeros_like(self._positions, dtype=torch.int32)
-        self._logit_starts = torch.zeros_like(self._positions)
-        self._block_table = torch.zeros(
-            max_rows, self.layout.budget_blocks, dtype=torch.int32, device=device
-        )
-        self._scratch = self._decode_scratch(vllm_config)
-        self._views: dict[int, ResidentRows] = {}
+        scratch = self._decode_scratch(vllm_config, max_rows)
+        blocks = self.layout.budget_blocks
+        self._tensors = RowTensors(max_rows, blocks, device, scratch)
 
-    def _decode_scratch(self, vllm_config: VllmConfig) -> Any:
+    def _decode_scratch(self, vllm_config: VllmConfig, max_rows: int) -> Any:
         """What the platform's decode kernels need beside their rows."""
         return None
 
@@ -233,7 +119,7 @@ class H2OMetadataBuilder(_Stock):
         """
         assert self.compresses
         self.step, self.by_head, self._budget_placements = step, by_head, budgets
-        self._views.clear()
+        self._tensors.bind(bool(by_head or budgets))
 
     def build(
         self,
@@ -259,7 +145,7 @@ class H2OMetadataBuilder(_Stock):
             stock = [i for i in prompts if not self._attends(common, rows.row(i))]
             if stock:
                 index = torch.tensor(stock)
-                dense, metadata.stock_tokens = _select_rows(common, index)
+                dense, metadata.stock_tokens = select_rows(common, index)
                 metadata.stock = super().build(common_prefix_len, dense, fast_build)
         if decodes.any():
             self._switch_to_head_budgets(common, rows)
@@ -278,7 +164,7 @@ class H2OMetadataBuilder(_Stock):
             metadata.resident = self._resident(common, rows)
             common.slot_mapping[: common.num_actual_tokens].fill_(-1)
             return
-        part, tokens = _select_rows(common, torch.tensor(decodes))
+        part, tokens = select_rows(common, torch.tensor(decodes))
         assert tokens is not None
         metadata.resident = self._resident(part, rows.select(decodes))
         metadata.resident_tokens = tokens
@@ -294,7 +180,7 @@ class H2OMetadataBuilder(_Stock):
         """
         if common.max_query_len > 1:
             return super().build(common_prefix_len, common, fast_build)
-        return H2OMetadata(self.layout, resident=self._padding(common.num_reqs))
+        return H2OMetadata(self.layout, resident=self._tensors.padding(common.num_reqs))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -314,10 +200,10 @@ class H2OMetadataBuilder(_Stock):
         """
         assert (plan.num_scheduled_tokens == 1).all()
         num_rows = common.num_reqs
-        rows = self._rows(num_rows)
+        rows = self._tensors.rows(num_rows)
         torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
         first_queries = plan.first_queries
-        async_tensor_h2d(first_queries, out=self._first_queries[: len(first_queries)])
+        async_tensor_h2d(first_queries, out=rows.first_queries[: len(first_queries)])
         if rows.logit_starts is not None:
             starts = self._pack(plan)
             async_tensor_h2d(starts, out=rows.logit_starts[: len(starts)])
@@ -338,29 +224,13 @@ class H2OMetadataBuilder(_Stock):
     def padding(self) -> Iterator[ResidentRows]:
         """Batches of 1, 2, 4 .. rows that touch no page."""
         num_rows = 1
-        while num_rows <= len(self._positions):
-            yield self._padding(num_rows)
+        while num_rows <= self._tensors.max_rows:
+            yield self._tensors.padding(num_rows)
             num_rows *= 2
 
-    def _padding(self, num_rows: int) -> ResidentRows:
-        rows = self._rows(num_rows)
-        rows.positions.fill_(-1)
-        return rows
-
-    def _rows(self, num_rows: int) -> ResidentRows:
-        """The tensors that the steps write, which a captured graph reads."""
-        if num_rows not in self._views:
-            self._views[num_rows] = ResidentRows(
-                self._block_table[:num_rows],
-                self._positions[:num_rows],
-                self._first_queries[:num_rows],
-                self._scratch,
-                self._placements[:num_rows]
-                if self.by_head or self._budget_placements
-                else None,
-                self._logit_starts[:num_rows] if self._scratch is not None else None,
-            )
-        return self._views[num_rows]
+    @property
+    def _by_request(self) -> RequestPlacements | None:
+        return self.step.transitions.by_request if self.step is not None else None
 
     def index_of(self, request_id: str, budget: int, filled: bool) -> int:
         """Index of a request's placement, before or after it has filled its budget.
@@ -368,8 +238,8 @@ class H2OMetadataBuilder(_Stock):
         Below the budget slot(p) is p, in pages of the head's own, whatever the split.
         """
         switched = filled and bool(self.by_head)
-        if switched and self.step is not None and self.step.by_request is not None:
-            return self.step.by_request.index(request_id)
+        if switched and self._by_request is not None:
+            return self._by_request.index(request_id)
         by_budget = self._budget_placements
         uniform = by_budget.uniform_index(budget) if by_budget else UNIFORM
         return uniform + BY_HEAD if switched else uniform
@@ -379,7 +249,7 @@ class H2OMetadataBuilder(_Stock):
         filled = rows.num_computed_tokens >= rows.budgets
         placements = np.where(filled, BY_HEAD if self.by_head else UNIFORM, UNIFORM)
         others = rows.budgets != self.layout.budget
-        if self.step is not None and self.step.by_request is not None:
+        if self._by_request is not None:
             others |= filled
         for i in np.flatnonzero(others).tolist():
             budget = int(rows.budgets[i])
@@ -437,18 +307,18 @@ class H2OMetadataBuilder(_Stock):
                 resident = table[first_column : first_column + used]
             observed.append(
                 ObservedPrompt(
+                    request_id=rows.request_ids[i],
+                    transitions=self.step.transitions,
                     tokens=slice(starts[i], starts[i + 1]),
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
                     placement=UNIFORM
-                    if self.step.by_request  # see `split`
+                    if self._by_request  # see `split`
                     else self._placement(rows.request_ids[i], row),
                     attends=self._attends(common, row),
-                    partial=self.step.partial_states(rows.request_ids[i]),
-                    later=self.step.later.setdefault(rows.request_ids[i], []),
                     split=functools.partial(self._split, rows.request_ids[i], row)
-                    if self.step.by_request
+                    if self._by_request
                     else None,
                 )
             )
@@ -460,60 +330,9 @@ class H2OMetadataBuilder(_Stock):
 
     def _split(self, request_id: str, row: RowPlan, layers: list[ScoredLayer]) -> int:
         """See `ObservedPrompt.split`."""
-        assert self.step is not None and self.step.by_request is not None
+        assert self._by_request is not None
         num_tokens, group = row.prefill_end, layers[0].params.group
         queries = Queries(torch.arange(num_tokens), row.first_query, num_tokens, group)
         states = [layer.state for layer in layers]
-        self.step.by_request.split(request_id, states, queries, row.budget)
+        self._by_request.split(request_id, states, queries, row.budget)
         return self._placement(request_id, row)
-
-
-def _select_rows(
-    common: CommonAttentionMetadata, chosen: torch.Tensor
-) -> tuple[CommonAttentionMetadata, torch.Tensor | None]:
-    """The batch of the chosen rows, and their token indices in the old batch.
-
-    `chosen` has int64 rows; the indices are None where these are all.
-    """
-    if len(chosen) == common.num_reqs:
-        return common, None
-    starts = common.query_start_loc_cpu
-    lengths = starts.diff()[chosen]
-    bounds = starts.tolist()
-    tokens_cpu = torch.cat(
-        [torch.arange(bounds[i], bounds[i + 1]) for i in chosen.tolist()]
-    )
-    start_loc_cpu = torch.zeros(len(chosen) + 1, dtype=starts.dtype)
-    start_loc_cpu[1:] = lengths.cumsum(0)
-    device = common.seq_lens.device
-    index = async_tensor_h2d(chosen, device)
-    tokens = async_tensor_h2d(tokens_cpu, device)
-
-    def picked(rows: Any, by: Any = chosen) -> Any:
-        return None if rows is None else rows[by]
-
-    ranges = common.mm_req_doc_ranges
-    if ranges is not None:
-        ranges = {i: ranges.get(old, []) for i, old in enumerate(chosen.tolist())}
-    causal = common.causal
-    if isinstance(causal, torch.Tensor):
-        causal = causal[index]
-
-    return common.replace(
-        query_start_loc=async_tensor_h2d(start_loc_cpu, device),
-        query_start_loc_cpu=start_loc_cpu,
-        seq_lens=common.seq_lens[index],
-        seq_lens_cpu_upper_bound=picked(common.seq_lens_cpu_upper_bound),
-        is_prefilling=picked(common.is_prefilling),
-        positions=picked(common.positions, by=tokens),
-        req_idx=picked(common.req_idx, by=chosen.tolist()),
-        mm_req_doc_ranges=ranges,
-        causal=causal,
-        num_reqs=len(chosen),
-        num_actual_tokens=len(tokens_cpu),
-        max_query_len=int(lengths.max()),
-        block_table_tensor=common.block_table_tensor[index],
-        slot_mapping=common.slot_mapping[tokens],
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
-    ), tokens

@@ -20,9 +20,8 @@ from vllm_h2o.policy.methods import Bounds, Queries, State
 from vllm_h2o.policy.placement import PageOf, Placement
 
 UNIFORM, BY_HEAD = 0, 1
-"""Where a table has the placement of a request that does not fill its budget, whose
-heads are all alike, and the one by head that requests have from then on, if they all
-have the same."""
+"""Indices in a table: of a request that does not fill its budget, whose heads are all
+alike; and of one that does, where all requests split their slots over heads alike."""
 
 
 class PlacementTable:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
+from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import UNIFORM
+from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.policy.placement import Placement
 
@@ -102,7 +103,7 @@ class Watch:
         self, builder: H2OMetadataBuilder, request_id: str, budget: int
     ) -> Placement | None:
         """That which the request has once it fills its budget, if there is one yet."""
-        if self._step.by_request is not None:
+        if self._step.transitions.by_request is not None:
             return self._own_placement(request_id)
         index = builder.index_of(request_id, budget, True)
         if index == UNIFORM:
@@ -111,7 +112,7 @@ class Watch:
         return impl.placements.table.placement(index)
 
     def _own_placement(self, request_id: str) -> Placement | None:
-        placements = self._step.by_request
+        placements = self._step.transitions.by_request
         if placements is None or not placements.has(request_id):
             return None
         return placements.table.placement(placements.index(request_id))
@@ -121,7 +122,7 @@ class Watch:
 
         Valid while the blocks of a request that has finished are not another's.
         """
-        self._step.run_due()  # what the next step would begin with
+        self._step.transitions.run()  # what the next step would begin with
         request = self.requests[request_id]
         if request.placement is None:
             request.placement = self._own_placement(request_id)

@@ -1,7 +1,7 @@
 """How a gate is learned: examples of texts, a ridge regression, and a test.
 
-Of the attention that tokens got of later queries `vllm_h2o.policy.gate` says what the
-gate expects; here its weights are fitted while texts are read to measure the heads.
+`vllm_h2o.policy.gate` has the formula; its weights are fitted here, while texts are
+read to measure the heads.
 """
 
 from __future__ import annotations

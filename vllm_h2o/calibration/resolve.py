@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.heads import richest_blocks
+from vllm_h2o.attention.heads import richest_slots
 from vllm_h2o.calibration.head_profiles import (
     check_profile,
     holds_longest,
@@ -66,15 +67,23 @@ class Resolved:
             return repr(self.config.head_budgets)
         return str(self.file or self.profile.measured_on)
 
-    def spec_of(self, spec: KVCacheSpec) -> KVCacheSpec:
-        """A layer's spec, which tells the scheduler and the builders of it."""
-        if type(spec) is not H2OAttentionSpec:
-            return spec
-        config, richest = self.config, (0, 0)
+    def specs(self, specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+        """The layers' specs, which tell the scheduler and the builders of it."""
+        ours = {x for x in specs.values() if type(x) is H2OAttentionSpec}
+        resolved = {spec: self.spec(spec) for spec in ours}
+        return {
+            name: resolved[spec] if type(spec) is H2OAttentionSpec else spec
+            for name, spec in specs.items()
+        }
+
+    def spec(self, spec: H2OAttentionSpec) -> H2OAttentionSpec:
+        """The spec of a layer that evicts."""
+        head = layer = 0
         if self.profile is not None:
-            richest = richest_blocks(self.profile, config, spec.layout, spec)
+            layout = spec.layout
+            head, layer = richest_slots(self.profile, self.config, layout, spec)
         return replace(
-            spec, h2o=config, richest_blocks=richest[0], richest_layer_blocks=richest[1]
+            spec, h2o=self.config, richest_slots=head, richest_layer_slots=layer
         )
 
 
@@ -91,8 +100,11 @@ def resolve(model: LoadedModel) -> Resolved:
     start, config = time.perf_counter(), h2o_config(model.vllm_config)
     assert config is not None
     file = profile_path(config, model.vllm_config.model_config.model)
+    profile = None
+    if file and get_tensor_model_parallel_rank() == 0:
+        profile = HeadProfile.load(file)
     # Ranks on other machines may see other files.
-    file, profile = of_first_rank((file, HeadProfile.load(file) if file else None))
+    file, profile = of_first_rank((file, profile))
     if file is None:
         profile = profile_at_startup(model)
     if profile is not None and not file:

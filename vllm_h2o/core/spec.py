@@ -29,16 +29,16 @@ class H2OAttentionSpec(FullAttentionSpec):
     Attributes:
         h2o: The policy.
         max_model_len: Longest sequence in tokens, sizes the dense columns.
-        richest_blocks: Blocks of the KV head with the largest budget; 0: all heads have
+        richest_slots: Slots of the KV head with the largest budget; 0: all heads have
             the same budget, or each request shares it out.
-        richest_layer_blocks: Blocks that the heads of one layer have together at most,
+        richest_layer_slots: Slots that the heads of one layer have together at most,
             on a rank; 0: likewise.
     """
 
     h2o: H2OConfig = field(default_factory=H2OConfig)
     max_model_len: int = 0
-    richest_blocks: int = 0
-    richest_layer_blocks: int = 0
+    richest_slots: int = 0
+    richest_layer_slots: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,13 +67,12 @@ class H2OAttentionSpec(FullAttentionSpec):
     @property
     def largest_budget(self) -> int:
         """Slots of the KV head with the largest budget."""
-        return max(self.layout.budget, self.richest_blocks * self.block_size)
+        return max(self.layout.budget, self.richest_slots)
 
     @property
     def most_slots(self) -> int:
         """Slots that a request's heads of one layer have together at most."""
-        uniform = self.num_kv_heads * self.layout.budget
-        return max(uniform, self.richest_layer_blocks * self.block_size)
+        return max(self.num_kv_heads * self.layout.budget, self.richest_layer_slots)
 
     @property
     def dense_columns(self) -> int:

@@ -23,7 +23,7 @@ from vllm_h2o.core.compat import INSTALL
 if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
 
-    from vllm_h2o.attention.metadata import StepRows
+    from vllm_h2o.attention.step import StepRows
 
 _V1 = "_determine_batch_execution_and_padding"
 _V2 = "gather_batch_req_state"

@@ -346,7 +346,7 @@ def check_kv_cache_config(
 def check_kernel_block_size(managed: KVCacheSpec, read: KVCacheSpec) -> None:
     """Raise when the stock backend reads smaller blocks than are managed.
 
-    vLLM then cuts each page in several, which leaves no place for scores.
+    vLLM then cuts each page in several, which leaves no place for the state of slots.
     """
     if managed.block_size != read.block_size:
         raise ValueError(

@@ -6,61 +6,45 @@ CUDA interface off for the whole process.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
-from vllm_h2o.attention.heads import placement_of
-from vllm_h2o.attention.metadata import H2OMetadataBuilder, StepRows
-from vllm_h2o.attention.placements import (
-    BY_HEAD,
-    BudgetPlacements,
-    PlacementTable,
-    RequestPlacements,
-)
-from vllm_h2o.attention.watch import Losses, Recorder, Watch
-from vllm_h2o.calibration.head_profiles import check_profile
-from vllm_h2o.calibration.measure import LoadedModel, measure, texts_to_read
-from vllm_h2o.calibration.resolve import Resolved, gates_of, own_kv_heads, resolve
+from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.attention.step import StepRows
+from vllm_h2o.attention.watch import Recorder
+from vllm_h2o.calibration.measure import LoadedModel
+from vllm_h2o.calibration.resolve import Resolved, gates_of, resolve
 from vllm_h2o.core.compat import settle_block_size
 from vllm_h2o.core.metrics import attach_seconds
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.plugin.rpc import H2OCalls
 from vllm_h2o.plugin.runner import attention_groups, follow
+from vllm_h2o.plugin.tables import Tables
 from vllm_h2o.plugin.validate import (
     check_kernel_block_size,
     check_kv_cache_config,
     check_vllm_config,
 )
-from vllm_h2o.policy.config import REQUEST
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.placement import Placement
-from vllm_h2o.policy.profile import HeadProfile
-from vllm_h2o.policy.request import RequestLimits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-logger = init_logger(f"vllm.{__name__}")
-
 _Stock: Any = object
 """The stock worker, which comes next among the bases of a platform's class."""
 
 
-class H2OWorker(_Stock):
+class H2OWorker(H2OCalls, _Stock):
     """What the workers of all platforms share."""
 
     overridden: AttentionBackendEnum
@@ -73,6 +57,7 @@ class H2OWorker(_Stock):
         self._plan = ResidencyPlan(stats=H2OStats().as_dict())
         self._step = StepRows()
         self._resolved: Resolved | None = None
+        self._refusal: ValueError | None = None
         self._warming_up = False
         self._recorder: Recorder | None = None
         self._backend = self.choose_backend(vllm_config)
@@ -102,18 +87,30 @@ class H2OWorker(_Stock):
             _cached_get_attn_backend.cache_clear()
         # As vLLM does next: budgets are whole blocks.
         current_platform.update_block_size_for_backend(self.vllm_config)
-        self._resolve()
+        if kwargs.get("load_dummy_weights"):
+            return  # Elastic experts: the weights come before the specs are asked for.
+        try:
+            self._resolve()
+        except ValueError as error:
+            # vLLM hands on what a call raises, and of a start only that it failed.
+            self._refusal = error
 
     @property
     def _is_v2(self) -> bool:
         return self.vllm_config.use_v2_model_runner
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """The specs of the layers, with what the start has decided."""
-        assert self._resolved is not None, "the model is not loaded"
-        return {
-            name: self._resolved.spec_of(spec) for name, spec in self._specs().items()
-        }
+        """The specs of the layers, with what the start has decided.
+
+        Raises:
+            ValueError: The start has refused an option.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if self._resolved is None:
+            self._resolve()
+        assert self._resolved is not None
+        return self._resolved.specs(self._specs())
 
     def _specs(self) -> dict[str, KVCacheSpec]:
         """The specs as the backend makes them, by the options."""
@@ -144,26 +141,6 @@ class H2OWorker(_Stock):
         for name, layer in model.layers.items():
             layer.impl.resolve(self._resolved.config, gates.get(name))
 
-    def h2o_profile(self) -> HeadProfile | None:
-        """The head profile in force; called by RPC."""
-        assert self._resolved is not None
-        return self._resolved.profile
-
-    def h2o_measure(self, texts: list[list[int]] | None, length: int) -> dict[str, Any]:
-        """Measure the heads; called by RPC, by `vllm_h2o.calibrate`.
-
-        Args:
-            texts: Token ids, all of one length; None: the package's texts.
-            length: Of those, in tokens.
-
-        Returns:
-            The fields of a `HeadProfile`, on all ranks the same.
-        """
-        kind = "tokens"
-        if texts is None:
-            texts, kind = texts_to_read(self.vllm_config.model_config, length)
-        return asdict(measure(self._loaded_model(), texts, kind))
-
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""
         check_kv_cache_config(self.vllm_config, kv_cache_config)
@@ -175,7 +152,12 @@ class H2OWorker(_Stock):
         super().initialize_from_config(kv_cache_config)
         for managed, builder in self._h2o_builders():
             check_kernel_block_size(managed, builder.spec)
-            builder.bind(self._step, *self._make_tables(builder))
+        builders = [builder for _, builder in self._h2o_builders()]
+        assert self._resolved is not None
+        tables = Tables(self.vllm_config, self._resolved, builders)
+        for builder in builders:
+            by_head, by_budget = tables.make(builder, self._step.transitions)
+            builder.bind(self._step, by_head, by_budget)
 
     @property
     def _h2o_layers(self) -> dict[str, Any]:
@@ -188,90 +170,6 @@ class H2OWorker(_Stock):
             for builder in group.metadata_builders:
                 if isinstance(builder, H2OMetadataBuilder) and builder.compresses:
                     yield group.kv_cache_spec, builder
-
-    def _make_tables(
-        self, builder: H2OMetadataBuilder
-    ) -> tuple[Sequence[Any], BudgetPlacements | None]:
-        """Make the tables of where requests of a KV cache group have their slots.
-
-        Returns:
-            The layers whose heads have budgets of their own, and the placements of
-            requests with budgets of their own, if there can be any.
-        """
-        spec, layout = builder.spec, builder.layout
-        names = sorted(builder.layer_names, key=extract_layer_index)
-        layers = [self._h2o_layers[name] for name in names]
-        by_head = self._has_head_budgets(builder)
-        device = self.model_runner.device.type
-        several = not RequestLimits.of(spec.h2o, layout, device).why_one_budget
-        if not by_head and not several:
-            return (), None
-        requests = self.vllm_config.scheduler_config.max_num_seqs
-        end = BudgetPlacements.indices(layout, requests) if several else BY_HEAD
-        pages = [layer.impl.view(layer.kv_cache) for layer in layers]
-        split = None
-        if not by_head:
-            most = [layout.budget_blocks] * len(pages)
-            table = PlacementTable(pages, layout, most, end)
-        elif spec.h2o.head_budgets == REQUEST:
-            most = [spec.dense_columns] * len(pages)
-            table = PlacementTable(pages, layout, most, end + requests)
-            self._step.by_request = RequestPlacements(table, spec.h2o, layout, end)
-        else:
-            split = self._split_by_profile(builder)
-            table = PlacementTable.of(pages, layout, split(layout))
-            if several:
-                most = [spec.richest_blocks] * len(pages)
-                table = PlacementTable(pages, layout, most, end)
-                table.put(BY_HEAD, split(layout))
-        for layer, part in zip(layers, table.parts(), strict=True):
-            layer.impl.placements = part
-        by_budget = BudgetPlacements(table, spec.h2o, layout, end, split)
-        return layers if by_head else (), by_budget if several else None
-
-    def _has_head_budgets(self, builder: H2OMetadataBuilder) -> bool:
-        """Whether the heads of a KV cache group have budgets of their own."""
-        config, resolved = builder.spec.h2o, self._resolved
-        assert resolved is not None
-        if resolved.profile is None and config.head_budgets != REQUEST:
-            return False
-        evicting = sum(len(other.layer_names) for _, other in self._h2o_builders())
-        if len(builder.layer_names) == evicting:
-            return True
-        several = (
-            f"{resolved.source} has budgets for {evicting} layers together, which vLLM "
-            "has put into several KV cache groups, because the model has fewer "
-            "windowed layers"
-        )
-        if resolved.file is None and config.head_budgets != REQUEST:
-            logger.warning_once("H2O gives all KV heads the same budget: %s", several)
-            return False
-        raise ValueError(
-            f"h2o_head_budgets (--h2o-head-budgets): {several}: use 'uniform'"
-        )
-
-    def _split_by_profile(
-        self, builder: H2OMetadataBuilder
-    ) -> Callable[[SlotLayout], Placement]:
-        """What splits a budget over the heads of this rank, by the profile in force."""
-        resolved, spec = self._resolved, builder.spec
-        assert resolved is not None and resolved.profile is not None
-        layers = len(builder.layer_names)
-        check_profile(resolved.profile, resolved.source, self.vllm_config, layers)
-        split = functools.partial(
-            placement_of,
-            resolved.profile,
-            spec.h2o,
-            max_blocks=spec.dense_columns,
-            most_blocks=spec.richest_blocks,
-            kv_heads=own_kv_heads(self.vllm_config, spec.num_kv_heads),
-        )
-        slots = split(builder.layout).budgets
-        logger.info_once(
-            "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
-            resolved.source, min(slots), max(slots), sum(slots) // len(slots),
-        )  # fmt: skip
-        return split
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up; vLLM makes steps of its own for that, which have no plan."""
@@ -318,49 +216,11 @@ class H2OWorker(_Stock):
 
     def _timed(self, output: Any) -> Any:
         """What a step returns, with what transitions before it took."""
-        if output is None or not self._step.seconds:
+        transitions = self._step.transitions
+        if output is None or not transitions.seconds:
             return output
-        seconds, self._step.seconds = self._step.seconds, []
+        seconds, transitions.seconds = transitions.seconds, []
         return attach_seconds(output, seconds)
-
-    def h2o_record(self) -> None:
-        """Record what KV heads lose, step by step, from now on; called by RPC."""
-        if self._recorder:
-            self._recorder.stop()
-        self._recorder = Recorder(Watch(self._step, self._evicting_layers))
-
-    def _evicting_layers(self) -> dict[str, Any]:
-        """vLLM's attention modules that evict, by name, in their order."""
-        layers = self._loaded_model().layers
-        return {name: layers[name] for name in sorted(layers, key=extract_layer_index)}
-
-    def h2o_recorded(self) -> list[dict[str, Any]]:
-        """Record no longer; called by RPC.
-
-        Returns:
-            For each request that was compressed since `h2o_record`: `ends`, see
-            `attention.watch.Losses`, and `heads`, a list of `layer` (as the model
-            counts), `head` (likewise) and `lost_at`.
-        """
-        assert self._recorder is not None
-        names = list(self._evicting_layers())
-        recorder, self._recorder = self._recorder, None
-        return [self._as_the_model_counts(x, names) for x in recorder.stop().values()]
-
-    def _as_the_model_counts(self, losses: Losses, names: list[str]) -> dict[str, Any]:
-        heads = [
-            {
-                "layer": extract_layer_index(names[number]),
-                "head": own_kv_heads(self.vllm_config, 1).start + head,
-                "lost_at": lost_at.tolist(),
-            }
-            for (number, head), lost_at in losses.lost_at.items()
-        ]
-        return {"ends": losses.ends, "heads": heads}
-
-    def h2o_stats(self) -> dict[str, int]:
-        """The scheduler's counters up to the last executed step."""
-        return self._plan.stats
 
 
 def _impl(layer: Any) -> H2OImpl | None:

@@ -3,7 +3,7 @@
 After D2O (arXiv 2406.13035): a lost token's value is averaged into the value of the
 kept token with the most similar key, if they are similar enough. Keys stay as they are:
 they are held after RoPE, and an average of keys rotated by different angles is the key
-of no position. So do scores, which say what a token received.
+of no position. So does the attention that a token received.
 """
 
 from __future__ import annotations

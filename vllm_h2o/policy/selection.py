@@ -23,7 +23,7 @@ def select_residents(
     highest scores among what is older, ties to the lower position.
 
     Args:
-        scores: `[num_kv_heads, n]` float32, what the prompt's tokens are worth.
+        scores: `[num_kv_heads, n]` float32 of the prompt's tokens.
         pooling: Width (odd) of the pool over neighbouring positions; 1: none.
         layout: The slots.
         pool: How neighbours share their scores.

@@ -3,7 +3,7 @@
  * Included once per element type with these macros set:
  *   ELEM        storage type of query, key, value, cache and output
  *   NAME        name of the exported function
- *   COPY_KEPT    name of the exported function that compresses a request
+ *   COPY_KEPT   name of the exported function that compresses a request
  *   TO_F32(x)   ELEM -> float
  *   FROM_F32(x) float -> ELEM
  *   LOAD(from)  H2O_LANES ELEMs -> vector of floats
@@ -16,7 +16,7 @@
  *               lowest score (ties: oldest) if its score is strictly higher
  *   write     : K, V of the new token -> slot(p), attention 0, birth p
  *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
- *   score     : attention[s] = attention[s] * decay + sum_{h in g} A[h,s]
+ *   observe   : attention[s] = attention[s] * decay + sum_{h in g} A[h,s]
  * A row with p < first_query leaves all attention alone: others may share its pages.
  * Where losses merge, what graduation drops goes into the values that are kept once
  * this query has read them (merge.h).
@@ -474,7 +474,7 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
             FN(attend_merging)(a, r, decay, list, num_pages, q, o, scratch, group, &lost);
         else
             FN(attend_alone)(a, r, decay, list, num_pages, q, o, scratch, group - g);
-        decay = 1.0f; /* an old attention decays once per query, not per group */
+        decay = 1.0f; /* old attention decays once per query, not per group */
     }
     if (merging) FN(merge)(a, FN(page_of)(a, r, 0), &lost);
 }

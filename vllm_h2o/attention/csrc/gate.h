@@ -6,9 +6,9 @@
  *
  * Formula, per KV head g and token at position t of a prompt of n, with the weights
  * w = [wk, wv, w1, w2, w3, w4] of g and k the token's key before RoPE:
- *   e           = sqrt(d) (wk . k/|k| + wv . v/|v|) + w1 log|k| + w2 log|v|
- *                 + w3 log(n - t) + w4
- *   attention[g,t]  = group * max(e, 0)^4 * (n - max(t, first_query))
+ *   e              = sqrt(d) (wk . k/|k| + wv . v/|v|) + w1 log|k| + w2 log|v|
+ *                    + w3 log(n - t) + w4
+ *   attention[g,t] = group * max(e, 0)^4 * (n - max(t, first_query))
  *
  * Reference: attention/gate.py::LayerGate.fill.  Sums run in another order; everything
  * else is the same arithmetic.

@@ -1,9 +1,8 @@
 /* Which pages of the heavy set a query reads; included by decode.h per element type.
  *
  * Formula and reference: vllm_h2o/policy/sparse_read.py::pages_read, with its ties. A
- * page's
- * bound, highest and lowest key by element, lies in the page and is made anew when a
- * token enters it, from all of its keys: that reads one page of a step's many.
+ * page's bound, highest and lowest key by element, lies in the page and is made anew
+ * when a token enters it, from all of its keys: that reads one page of a step's many.
  * Difference: a bound passes over keys with NaN, for which the reference's is NaN.
  */
 

@@ -79,13 +79,13 @@ def transition(
     first_query: int,
     config: H2OConfig,
 ) -> None:
-    """Choose what each KV head of each layer keeps, and copy it into its slots.
+    """Select what each KV head of each layer keeps, and copy it into its slots.
 
     The two halves are `reference.select` and `reference.copy_kept`, layer by layer.
     Sources may be overwritten: all of a head is read before anything of it is written.
 
     Args:
-        layers: The layers; of a request's tokens each has scores of its own.
+        layers: The layers; each has seen the request's tokens get attention of its own.
         source_blocks: int32 blocks, the token at position p in block
             `p // block_size`, offset `p % block_size`.
         target_blocks: `[>= cdiv(min(tokens, budget), block_size)]` int32 resident
@@ -127,12 +127,12 @@ def start(
 def score_by_gate(
     layers: Sequence[ScoredLayer], dense_blocks: torch.Tensor, first_query: int
 ) -> None:
-    """Write the scores that a prompt's tokens are expected to get, of each layer.
+    """Write the attention that a prompt's tokens are expected to get, of each layer.
 
     The formula is that of `vllm_h2o.attention.gate`.
 
     Args:
-        layers: Layers with a gate, of one prompt; the scores are written.
+        layers: Layers with a gate, of one prompt; the attention is written.
         dense_blocks: `[>= cdiv(num_tokens, block_size)]` int32 blocks of the prompt.
         first_query: Position of the first query that the expectation stands for.
 

@@ -26,7 +26,7 @@ class ResidentRows:
         positions: `[num_rows]` int64 position of the new token; -1: the row is
             padding, touches no page and gets an output of 0.
         first_queries: `[num_rows]` int64 position of the first query that
-            scores; a row that has not come to it leaves all scores alone.
+            scores; a row that has not come to it leaves all attention alone.
         scratch: What the Triton kernels hand to each other, for at least these
             rows; None: made for each call.
         placements: `[num_rows]` int32 where each row's slots are, an index into the
@@ -84,7 +84,7 @@ class DecodeParams:
 
     @cached_property
     def score_decay(self) -> float:
-        """What the fused forms multiply an old score by, per new query."""
+        """What the fused forms multiply old attention by, per new query."""
         return getattr(self.method, "score_decay", 1.0)
 
     @cached_property

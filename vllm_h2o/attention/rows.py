@@ -1,0 +1,116 @@
+"""The rows of a batch: some of them alone, and the tensors of those that decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_h2o.attention.ops import ResidentRows
+
+
+class RowTensors:
+    """What the resident kernels read of a step.
+
+    The tensors live as long as the builder and are written in place, since captured
+    graphs read them.
+    """
+
+    def __init__(
+        self, max_rows: int, budget_blocks: int, device: torch.device, scratch: Any
+    ) -> None:
+        """Make the tensors.
+
+        Args:
+            max_rows: Of a batch.
+            budget_blocks: Resident blocks of a request.
+            device: Of the kernels.
+            scratch: What the kernels hand to each other; None: nothing.
+        """
+        self.max_rows, self._scratch = max_rows, scratch
+        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._first_queries = torch.zeros_like(self._positions)
+        self._placements = torch.zeros_like(self._positions, dtype=torch.int32)
+        self._logit_starts = torch.zeros_like(self._positions)
+        self._block_table = torch.zeros(
+            max_rows, budget_blocks, dtype=torch.int32, device=device
+        )
+        self._has_placements = False
+        self._views: dict[int, ResidentRows] = {}
+
+    def bind(self, has_placements: bool) -> None:
+        """Say whether rows may have other placements than the uniform one."""
+        self._has_placements = has_placements
+        self._views.clear()
+
+    def rows(self, num_rows: int) -> ResidentRows:
+        """The first rows, to be written."""
+        if num_rows not in self._views:
+            self._views[num_rows] = ResidentRows(
+                self._block_table[:num_rows],
+                self._positions[:num_rows],
+                self._first_queries[:num_rows],
+                self._scratch,
+                self._placements[:num_rows] if self._has_placements else None,
+                self._logit_starts[:num_rows] if self._scratch is not None else None,
+            )
+        return self._views[num_rows]
+
+    def padding(self, num_rows: int) -> ResidentRows:
+        """Rows that touch no page."""
+        rows = self.rows(num_rows)
+        rows.positions.fill_(-1)
+        return rows
+
+
+def select_rows(
+    common: CommonAttentionMetadata, chosen: torch.Tensor
+) -> tuple[CommonAttentionMetadata, torch.Tensor | None]:
+    """The batch of the chosen rows, and their token indices in the old batch.
+
+    `chosen` has int64 rows; the indices are None where these are all.
+    """
+    if len(chosen) == common.num_reqs:
+        return common, None
+    starts = common.query_start_loc_cpu
+    lengths = starts.diff()[chosen]
+    bounds = starts.tolist()
+    tokens_cpu = torch.cat(
+        [torch.arange(bounds[i], bounds[i + 1]) for i in chosen.tolist()]
+    )
+    start_loc_cpu = torch.zeros(len(chosen) + 1, dtype=starts.dtype)
+    start_loc_cpu[1:] = lengths.cumsum(0)
+    device = common.seq_lens.device
+    index = async_tensor_h2d(chosen, device)
+    tokens = async_tensor_h2d(tokens_cpu, device)
+
+    def picked(rows: Any, by: Any = chosen) -> Any:
+        return None if rows is None else rows[by]
+
+    ranges = common.mm_req_doc_ranges
+    if ranges is not None:
+        ranges = {i: ranges.get(old, []) for i, old in enumerate(chosen.tolist())}
+    causal = common.causal
+    if isinstance(causal, torch.Tensor):
+        causal = causal[index]
+
+    return common.replace(
+        query_start_loc=async_tensor_h2d(start_loc_cpu, device),
+        query_start_loc_cpu=start_loc_cpu,
+        seq_lens=common.seq_lens[index],
+        seq_lens_cpu_upper_bound=picked(common.seq_lens_cpu_upper_bound),
+        is_prefilling=picked(common.is_prefilling),
+        positions=picked(common.positions, by=tokens),
+        req_idx=picked(common.req_idx, by=chosen.tolist()),
+        mm_req_doc_ranges=ranges,
+        causal=causal,
+        num_reqs=len(chosen),
+        num_actual_tokens=len(tokens_cpu),
+        max_query_len=int(lengths.max()),
+        block_table_tensor=common.block_table_tensor[index],
+        slot_mapping=common.slot_mapping[tokens],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    ), tokens
