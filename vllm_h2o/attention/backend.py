@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -35,8 +35,12 @@ from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import share_of
 
-_Stock: Any = object
-"""The stock class, which comes next among the bases of a platform's class."""
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionBackend as _StockBackend
+    from vllm.v1.attention.backend import AttentionImpl as _StockImpl
+else:
+    # The stock classes come next among the bases of a platform's.
+    _StockBackend = _StockImpl = object
 
 
 class DenseMetadata:
@@ -62,7 +66,7 @@ class DenseMetadata:
         raise NotImplementedError
 
 
-class H2OBackend(_Stock):
+class H2OBackend(_StockBackend):
     """Turns the specs of full-attention layers into H2O's."""
 
     @classmethod
@@ -84,12 +88,18 @@ class H2OBackend(_Stock):
         return H2OAttentionSpec.of(spec, config, max_model_len)
 
 
-class H2OImpl(_Stock):
+class H2OImpl(_StockImpl):
     """One layer: prompts by the stock backend (on CPU, steps that mostly score by our
     kernel), decodes by our kernels.
 
     Layers that are not full decoder attention run stock.
     """
+
+    # What every stock implementation sets, each with a type of its own.
+    attn_type: Any
+    sliding_window: Any
+    logits_soft_cap: Any
+    num_kv_heads: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

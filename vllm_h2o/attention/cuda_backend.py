@@ -62,6 +62,8 @@ class _CUDAImpl(H2OImpl):
 
 
 class _CUDABuilder(H2OMetadataBuilder):
+    num_heads_q: int  # as both stock builders set it
+
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec

@@ -31,6 +31,10 @@ from vllm_h2o.policy.methods import Queries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadataBuilder as _Stock
+else:
+    # The stock builder comes next among the bases of a platform's class.
+    _Stock = object
 
 
 @dataclass
@@ -54,10 +58,6 @@ class H2OMetadata:
     observed: list[ObservedPrompt] = field(default_factory=list)
     resident: ResidentRows | None = None
     resident_tokens: torch.Tensor | None = None
-
-
-_Stock: Any = object
-"""The stock builder, which comes next among the bases of a platform's class."""
 
 
 class H2OMetadataBuilder(_Stock):

@@ -56,6 +56,7 @@ class H2OManager(FullAttentionManager):
     `begin_prefill`, called just before in the same thread, leaves the limit here."""
 
     def __init__(self, kv_cache_spec: H2OAttentionSpec, **kwargs: Any) -> None:
+        """Count for a KV cache group; see the base class for the arguments."""
         super().__init__(kv_cache_spec, **kwargs)
         self.policy = kv_cache_spec.h2o
         self._layout = kv_cache_spec.layout
@@ -127,12 +128,14 @@ class H2OManager(FullAttentionManager):
         return [*map(self._budget.__getitem__, request_ids)]
 
     def stays_dense(self, request_id: str) -> bool:
-        """Whether the request can not outgrow its budget, is never decoded, or asks
-        for it."""
+        """Whether the request keeps its dense blocks.
+
+        It does if it can not outgrow its budget, is never decoded, or asks for it.
+        """
         return self._first_query[request_id] >= self._prefill_end[request_id]
 
     def tokens_held(self, request_id: str, num_tokens: int) -> int:
-        """Of a sequence of `num_tokens`, those that a KV head holds on average."""
+        """Tokens of a sequence of `num_tokens` that a KV head holds on average."""
         reads = num_tokens < self._prefill_end[request_id]
         if reads or self.stays_dense(request_id):
             return num_tokens
@@ -191,8 +194,11 @@ class H2OManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """See the base class. At admission this counts dense plus resident
-        blocks of the full sequence, so an admitted request can transition."""
+        """See the base class.
+
+        At admission this counts dense plus resident blocks of the full sequence, so
+        that an admitted request can transition.
+        """
         if num_tokens <= self._served.get(request_id, 0):
             return 0
         missing = self._missing(request_id, num_tokens, len(new_computed_blocks))
@@ -275,7 +281,7 @@ class H2OManager(FullAttentionManager):
     # ---------------------------------------------------------- prefix caching
 
     def tokens_to_publish(self, request_id: str, num_tokens: int) -> int:
-        """Of `num_tokens` those that have seen all tokens before them."""
+        """How many of `num_tokens` tokens have seen all tokens before them."""
         if self.stays_dense(request_id):
             return num_tokens
         return min(num_tokens, self._prefill_end[request_id])

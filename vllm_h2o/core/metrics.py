@@ -53,7 +53,7 @@ class StepReport:
     took: Counter[int] = field(default_factory=Counter)
 
     def pack(self) -> dict[str, int]:
-        """As a name with a count of 0."""
+        """The report as a name with a count of 0."""
         finished = [[*tokens, count] for tokens, count in self.finished.items()]
         values = vars(self) | {"finished": finished, "took": [*self.took.items()]}
         return {_PREFIX + json.dumps(values): 0}

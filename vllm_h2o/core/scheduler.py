@@ -36,6 +36,7 @@ class H2OScheduler(AsyncScheduler):
     """Counts tokens; never sees a score."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make the managers count, and say what H2O does; see the base class."""
         super().__init__(*args, **kwargs)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         self.h2o_managers = [x for x in managers if isinstance(x, H2OManager)]

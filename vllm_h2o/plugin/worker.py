@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-_Stock: Any = object
-"""The stock worker, which comes next among the bases of a platform's class."""
+    from vllm.v1.worker.gpu_worker import Worker as _Stock
+else:
+    # The stock worker comes next among the bases of a platform's class.
+    _Stock = object
 
 
 class H2OWorker(H2OCalls, _Stock):

@@ -115,6 +115,13 @@ def features(
 
 
 def expected(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`[num_kv_heads, n]` attention that tokens of features `[num_kv_heads, n, F]` are
-    expected to get of a query head and a query."""
+    """Attention that tokens are expected to get of a query head and a query.
+
+    Args:
+        x: `[num_kv_heads, n, F]` float32 features of the tokens.
+        weights: `[num_kv_heads, F]` float32.
+
+    Returns:
+        `[num_kv_heads, n]`.
+    """
     return (x @ weights[..., None])[..., 0].clamp(min=0.0) ** POWER

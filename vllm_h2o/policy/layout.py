@@ -146,8 +146,11 @@ class SlotLayout:
 def state_bytes(
     num_kv_heads: int, block_size: int, num_fields: int = 1, page_floats: int = 0
 ) -> int:
-    """Bytes of a page beside K and V: float32 fields and an int32 birth of each slot,
-    then float32 of the page as a whole (`floats_of_page`)."""
+    """Bytes of a page beside K and V.
+
+    They are float32 fields and an int32 birth of each slot, then float32 of the page as
+    a whole (`floats_of_page`).
+    """
     return num_kv_heads * 4 * (block_size * (num_fields + 1) + page_floats)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import normalize
 
 NO_THRESHOLD = -math.inf
-"""Of a head that has lost nothing yet."""
+"""The threshold of a head that has lost nothing yet."""
 
 _NEWEST_SHARE = 0.7
 """Weight of the newest loss in the running threshold (the authors' beta)."""

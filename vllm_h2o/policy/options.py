@@ -119,12 +119,14 @@ def bad(option: str, value: Any, fix: str, prefix: str = "h2o_") -> ValueError:
 
 
 def check_number(option: str, value: Any, low: float, high: float) -> None:
+    """Raise ValueError unless a value is a number from `low` to `high`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not low <= value <= high:
         raise bad(option, value, f"use a number from {low} to {high}")
 
 
 def check_int(option: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise ValueError unless a value is whole and from `low` to `high`, if given."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         to = f"{low} or more" if high is None else f"from {low} to {high}"
@@ -134,6 +136,7 @@ def check_int(option: str, value: Any, low: int, high: int | None = None) -> Non
 def check_choice(
     option: str, value: Any, choices: tuple[str, ...], prefix: str = "h2o_"
 ) -> None:
+    """Raise ValueError unless a value is one of `choices`."""
     if value not in choices:
         raise bad(option, value, f"use one of {', '.join(choices)}", prefix)
 

@@ -24,7 +24,7 @@ FILE_NAME = "h2o_heads.json"
 """Where a model's folder holds its profile."""
 
 SCARCE_SHARE, MOST_STRETCH = 0.15, 2.0
-"""Of `HeadProfile.stretched`. Simulated on SmolLM2 and the texts of
+"""The limits of `HeadProfile.stretched`. Simulated on SmolLM2 and the texts of
 `benchmarks/quality`, of the factors tried 1 lost the least at 10 and 15 % of the
 context, 1.5 at 20 % and 2 at 30 %; the rule goes between them."""
 

@@ -14,8 +14,8 @@ from vllm_h2o.policy.options import parse_budget, parse_window, part_of, shown
 from vllm_h2o.policy.presets import FULL
 
 KEY = "h2o"
-"""Of a request's `extra_args`, with a dictionary; also, with `_`, what the names of
-single options begin with, where a client can only send single values."""
+"""The name of a dictionary of options in a request's `extra_args`; also, with `_`, what
+the names of single options begin with, where a client can only send single values."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RequestLimits:
 
     @classmethod
     def of(cls, config: H2OConfig, layout: SlotLayout, device: str) -> RequestLimits:
-        """Those of an engine on a kind of device, by torch's name of it."""
+        """The limits of an engine on a kind of device, by torch's name of it."""
         why = ""
         if layout.whole_blocks:
             why = "the engine was started with --h2o-eviction-unit block"
@@ -44,7 +44,7 @@ class RequestLimits:
 
     @cached_property
     def fewest_blocks(self) -> int:
-        """Of a request: a heavy and a recent one, and what the sinks take."""
+        """Blocks of a request at least: a heavy and a recent one, and the sinks'."""
         size = self.layout.block_size
         blocks = max(2, SlotLayout.fewest_blocks(self.config, size))
         return max(blocks, self.config.sinks // size + 1)
@@ -203,7 +203,7 @@ def asks_anything(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 DEFAULTS = RequestOptions()
-"""Of a request that asks for nothing."""
+"""The options of a request that asks for nothing."""
 
 
 def _given(extra_args: Mapping[str, Any]) -> dict[str, Any]:

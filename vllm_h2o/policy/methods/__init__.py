@@ -27,7 +27,7 @@ __all__ = [
 METHODS: dict[str, type[Method]] = {
     cls.name: cls for cls in (Sum, Mean, Norm, Cake, D2O)
 }
-"""By what `--h2o-score` calls them."""
+"""The methods, by what `--h2o-score` calls them."""
 
 
 def summaries() -> str:

@@ -128,11 +128,11 @@ class Method:
         raise NotImplementedError
 
     def observe_prompt(self, state: State, probs: torch.Tensor) -> None:
-        """As `observe`, for queries of a prompt; the state has `prompt_fields` too."""
+        """Add queries of a prompt, as `observe`; the state has `prompt_fields` too."""
         self.observe(state, probs)
 
     def score_prompt(self, state: State, queries: Queries) -> torch.Tensor:
-        """As `score`, for what is selected at the end of a prompt."""
+        """Scores as `score`, for what is selected at the end of a prompt."""
         return self.score(state, queries)
 
     def pool(self, scores: torch.Tensor, width: int) -> torch.Tensor:
