@@ -19,6 +19,7 @@ from vllm_h2o.attention.backend import DenseMetadata
 from vllm_h2o.calibration.gate_fit import Examples, examples_of, paid_later
 from vllm_h2o.calibration.sensitivity import OBSERVED, STRIDE, head_errors
 from vllm_h2o.policy.gate import Rotation
+from vllm_h2o.policy.softmax import attention_of
 
 _FUSED_HEAD_SIZE = 256
 """Above it, with a mask or with a soft cap torch has no attention on CUDA that does not
@@ -261,10 +262,9 @@ def _attend_in_tiles(
     keys, values = (x.float().repeat_interleave(group, 1) for x in (key, value))
     for rows in torch.arange(len(query), device=query.device).split(_TILE):
         logits = torch.einsum("qhd,thd->hqt", query[rows].float() * scale, keys)
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits.masked_fill_(~_visible(rows, len(key), window), float("-inf"))
-        attended = torch.einsum("hqt,thd->qhd", logits.softmax(dim=-1), values)
+        hidden = ~_visible(rows, len(key), window)
+        probs = attention_of(logits, hidden, softcap=softcap)
+        attended = torch.einsum("hqt,thd->qhd", probs, values)
         output[rows] = attended.to(output.dtype)
 
 

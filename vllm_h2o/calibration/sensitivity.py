@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_h2o.policy.softmax import attention_of
+
 GRID_SHARES = (
     0.00625, 0.0125, 0.025, 0.0375, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8,
 )  # fmt: skip
@@ -99,10 +101,8 @@ def _probabilities(
     positions = torch.arange(n, device=key.device)
     rows = torch.cat([positions[: n - OBSERVED : STRIDE], positions[n - OBSERVED :]])
     logits = query[rows].transpose(0, 1) @ key.T * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits.masked_fill_(positions > rows[:, None], float("-inf"))
-    probabilities = logits.softmax(dim=-1)
+    hidden = positions > rows[:, None]
+    probabilities = attention_of(logits, hidden, softcap=softcap)
     return probabilities[:, :-OBSERVED], probabilities[:, -OBSERVED:]
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from vllm_h2o.policy.softmax import attention_of
+
 _QUERY_TILE = 128
 """Queries per tile: bounds the probability matrix to a few MB per layer."""
 
@@ -44,8 +46,6 @@ def tiles(
         # [num_kv_heads, group * tile, head_size] @ [num_kv_heads, head_size, visible]
         tile = grouped[start:stop].permute(1, 2, 0, 3).flatten(1, 2)
         logits = (tile @ keys[:, :, :visible]).unflatten(1, (-1, stop - start))
-        if softcap > 0.0:
-            logits = softcap * torch.tanh(logits / softcap)
         positions = torch.arange(visible, device=query.device)
         hidden = positions > positions[first_position + start :, None]
-        yield logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+        yield attention_of(logits, hidden, softcap=softcap)

@@ -25,6 +25,7 @@ from vllm_h2o.policy.merging import NO_THRESHOLD, merged
 from vllm_h2o.policy.methods import Queries, State
 from vllm_h2o.policy.prompt_attention import tiles
 from vllm_h2o.policy.selection import select_residents
+from vllm_h2o.policy.softmax import attention_of
 from vllm_h2o.policy.sparse_read import pages_read
 
 _START_TILE = 1024
@@ -284,10 +285,8 @@ def attend_observed(
     values = pages.values[blocks].transpose(0, 1).flatten(1, 2)[:, :end].float()
     queries = query.float().unflatten(1, (-1, group))
     logits = torch.einsum("qghd,gtd->ghqt", queries, keys) * params.scale
-    if params.softcap > 0.0:
-        logits = params.softcap * torch.tanh(logits / params.softcap)
     unseen = torch.ones(len(query), end, dtype=torch.bool).triu(first_position + 1)
-    probs = logits.masked_fill(unseen, float("-inf")).softmax(dim=-1)
+    probs = attention_of(logits, unseen, softcap=params.softcap)
     attended = torch.einsum("ghqt,gtd->qghd", probs, values)
     output.copy_(attended.flatten(1, 2))
 
@@ -456,15 +455,13 @@ class _Resident:
         keys = self.get("keys", slots).float()
         values = self.get("values", slots).float()
         logits = query.float() @ keys.T * params.scale
-        if params.softcap > 0.0:
-            logits = params.softcap * torch.tanh(logits / params.softcap)
+        unread = None
         if params.read < 1.0 and self.scores_now:
-            read = pages_read(
+            unread = ~pages_read(
                 query.float(), keys, slots // self.layout.block_size,
                 self.always_read(slots), params.read,
             )  # fmt: skip
-            logits = logits.masked_fill(~read, float("-inf"))
-        probs = logits.softmax(dim=1)
+        probs = attention_of(logits, unread, softcap=params.softcap)
         if self.scores_now:
             state = self.state(slots)
             params.method.observe(state, probs[:, None])
