@@ -1,6 +1,6 @@
 """A method is one class: a whole engine runs it in plain torch."""
 
-import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -16,26 +16,14 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_reference import own_sizes
 from tests.engine.tiny_models import random_prompts, save_llama
+from tests.policy.packages import install_method
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
-from vllm_h2o.policy.methods import METHODS, Method
+from vllm_h2o.policy.methods import METHODS, add_from_packages
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS, SIZES = 12, Sizes(64, 64, 32)
-
-
-class Peak(Method):
-    """The most attention that any query gave."""
-
-    name = "peak"
-
-    def observe(self, state, probs):
-        most = probs.sum(dim=-3).amax(dim=-2)
-        state["attention"].copy_(state["attention"].maximum(most))
-
-    def score(self, state, queries):
-        return state["attention"]
 
 
 class PeakHead(Head):
@@ -80,9 +68,14 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture
-def peak(monkeypatch):
-    monkeypatch.setitem(METHODS, Peak.name, Peak)
-    return options_of(Peak.name)
+def peak(tmp_path, monkeypatch):
+    """The docs' example, in a package that brings it by an entry point."""
+    page = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    install_method(tmp_path, monkeypatch, "peak", code, "Peak")
+    add_from_packages()
+    yield options_of("peak")
+    del METHODS["peak"]
 
 
 def test_a_method_of_eight_lines_equals_its_dense_reference(llama, peak, monkeypatch):
@@ -208,8 +201,3 @@ def test_other_kernels_are_refused(monkeypatch):
         engine(kv_policy="h2o", h2o_budget=128),
     ):
         pass
-
-
-def test_the_docs_show_this_very_class():
-    page = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
-    assert inspect.getsource(Peak) in page.read_text()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.policy.packages import install_method
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import (
     D2O,
@@ -13,12 +14,14 @@ from vllm_h2o.policy.methods import (
     Norm,
     Queries,
     Sum,
+    add_from_packages,
     fused_form_of,
     fused_prompt_form_of,
 )
 from vllm_h2o.policy.prompt_attention import tiles
 
 VARIANTS = [*(cls() for cls in METHODS.values()), Sum(0.5), Sum(0.0), Mean(0.9)]
+IMPORT = "from vllm_h2o.policy.methods import Mean\n"
 OPTIONS = {"scale": 0.25, "softcap": 3.0}
 
 
@@ -217,3 +220,36 @@ def test_cake_pools_by_the_mean():
 def test_the_config_gives_a_method_its_options():
     assert H2OConfig(score="sum", score_decay=0.5).method == Sum(0.5)
     assert H2OConfig().method == Mean()
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("Odd = 3", "3 is no subclass of vllm_h2o.policy.methods.base.Method"),
+        (f"{IMPORT}class Odd(Mean):\n    name = 'other'", "its name is 'other'"),
+    ],
+)
+def test_an_entry_point_that_can_not_be_used_is_left_out(
+    code, said, tmp_path, monkeypatch
+):
+    install_method(tmp_path, monkeypatch, "odd", code, "Odd")
+    with pytest.warns(UserWarning, match=f"'odd' of the entry point 'odd:Odd'.*{said}"):
+        add_from_packages()
+    assert "odd" not in METHODS
+
+
+def test_a_package_can_not_replace_a_method(tmp_path, monkeypatch):
+    code = f"{IMPORT}class Odd(Mean):\n    name = 'mean'"
+    install_method(tmp_path, monkeypatch, "mean", code, "Odd")
+    with pytest.warns(UserWarning, match="there is another method of that name"):
+        add_from_packages()
+    assert METHODS["mean"] is Mean
+
+
+def test_a_package_brings_a_method_by_its_entry_point(tmp_path, monkeypatch):
+    code = f"{IMPORT}class Odd(Mean):\n    name = 'odd'"
+    install_method(tmp_path, monkeypatch, "odd", code, "Odd")
+    for _ in range(2):
+        add_from_packages()
+    assert issubclass(METHODS.pop("odd"), Mean)
