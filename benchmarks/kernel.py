@@ -31,7 +31,8 @@ from vllm import _custom_ops as ops
 
 from benchmarks.heads import placements_of
 from benchmarks.report import spread, write_json
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows, c_library, cpu
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu
+from vllm_h2o.attention.ops.cpu import library as c_library
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig

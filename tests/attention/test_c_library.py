@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_h2o.attention.ops import c_library
+from vllm_h2o.attention.ops.cpu import library as c_library
 from vllm_h2o.core.cache import cache_root
 
 FAST = "-O0"  # to build, that is

@@ -10,10 +10,10 @@ from vllm_h2o.attention.ops import (
     DecodeParams,
     ResidentRows,
     ScoredLayer,
-    c_library,
     cpu,
     reference,
 )
+from vllm_h2o.attention.ops.cpu import library as c_library
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig

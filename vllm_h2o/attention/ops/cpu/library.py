@@ -24,7 +24,7 @@ from vllm_h2o.policy.options import shortened, shown
 
 logger = init_logger(f"vllm.{__name__}")
 
-_SOURCES = Path(__file__).parents[1] / "csrc"
+_SOURCES = Path(__file__).parents[2] / "csrc"
 # Sums may be reordered so that they vectorize; divisions must stay exact, and
 # comparisons of infinities defined, so no -ffast-math.
 _FLAGS = (

@@ -1,4 +1,4 @@
-"""The C kernels, called by ctypes; `c_library` builds and keeps them."""
+"""The C kernels, called by ctypes; `library` builds and keeps them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 
@@ -16,16 +15,27 @@ from vllm_h2o.attention.ops import (
     Kept,
     ResidentRows,
     ScoredLayer,
-    c_library,
     reference,
+)
+from vllm_h2o.attention.ops.cpu import library
+from vllm_h2o.attention.ops.cpu.args import (
+    FORMS,
+    DecodeArgs,
+    GateArgs,
+    ObserveArgs,
+    TransitionArgs,
+    layer_args,
+    set_gate_args,
 )
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.methods import State
 
-FORMS = frozenset({"sum", "mean"})
-"""Methods that the kernels have, by `fused_form`."""
+__all__ = [
+    "FORMS", "OPTIONS", "Selection", "attend_observed", "build", "check_supported",
+    "copy_kept", "decode_resident", "observe", "score_by_gate", "select", "transition",
+]  # fmt: skip
+
 OPTIONS = frozenset({"read", "merge", "prompt", "request"})
 """What they have beside: the options `read` and `merge`, one at a time; methods with
 rules of their own for prompts, which torch runs; head budgets by request."""
@@ -34,72 +44,6 @@ _DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-
-
-def _fields(
-    pointers: str, integers: str, floats: str = "", doubles: str = ""
-) -> list[tuple[str, Any]]:
-    """Of a structure that has them in this order."""
-    kinds = (
-        (pointers, ctypes.c_void_p),
-        (integers, ctypes.c_int64),
-        (floats, ctypes.c_float),
-        (doubles, ctypes.c_double),
-    )
-    return [(name, kind) for names, kind in kinds for name in names.split()]
-
-
-class _Args(ctypes.Structure):
-    """Mirror of `h2o_decode_args` in decode.c."""
-
-    _fields_ = _fields(
-        "query key value output cache block_table positions first_queries placements "
-        "head_layouts head_offsets head_columns head_order",
-        "num_rows num_heads num_kv_heads head_size block_size "
-        "query_stride key_stride value_stride output_stride "
-        "block_table_stride page_stride state_offset "
-        "budget heavy_slots pinned_slots head_blocks largest_budget "
-        "whole_blocks score_mean merges num_threads",
-        "scale softcap score_decay",
-        "read",
-    )
-
-
-class _TransitionArgs(ctypes.Structure):
-    """Mirror of `h2o_transition_args` in decode.c."""
-
-    _fields_ = [
-        ("target", _Args),
-        *_fields(
-            "source_blocks positions slots attention",
-            "num_tokens most pooling in_place",
-        ),
-    ]
-
-
-class _ObserveArgs(ctypes.Structure):
-    """Mirror of `h2o_observe_args` in decode.c."""
-
-    _fields_ = _fields(
-        "query cache blocks attention output",
-        "num_queries num_heads num_kv_heads head_size block_size "
-        "query_stride output_stride attention_stride page_stride "
-        "first_position first_scoring num_threads",
-        "scale softcap score_decay",
-    )
-
-
-class _GateArgs(ctypes.Structure):
-    """Mirror of `h2o_gate_args` in decode.c."""
-
-    _fields_ = _fields(
-        "cache blocks weights angles attention",
-        "num_tokens first_query group num_kv_heads head_size block_size "
-        "page_stride num_positions rotary_dim neox unknown floats num_threads",
-    )
-
-
-_Kind = TypeVar("_Kind", _Args, _ObserveArgs)
 
 
 def decode_resident(
@@ -123,7 +67,7 @@ def decode_resident(
     assert rows.block_table.stride(1) == 1
     assert rows.positions.is_contiguous() and rows.first_queries.is_contiguous()
     placements = rows.placements
-    args = _layer_args(pages, params, _Args)
+    args = layer_args(pages, params, DecodeArgs)
     args.block_table = rows.block_table.data_ptr()
     args.block_table_stride = rows.block_table.stride(0)
     args.query = query.data_ptr()
@@ -184,11 +128,11 @@ class Selection:
 
     tokens: torch.Tensor
     row: tuple[torch.Tensor, torch.Tensor]
-    args: ctypes.Array[_TransitionArgs]
+    args: ctypes.Array[TransitionArgs]
 
     def of_layer(self, i: int) -> Selection:
         """The selection of one layer alone."""
-        args = (_TransitionArgs * 1)(self.args[i])
+        args = (TransitionArgs * 1)(self.args[i])
         return Selection(self.tokens[:, i : i + 1], self.row, args)
 
 
@@ -222,14 +166,14 @@ def _no_selection(
     most = min(num_tokens, max(layer.params.largest_budget for layer in layers))
     tokens = torch.empty(2, len(layers), num_kv_heads, most, dtype=torch.int64)
     row = torch.tensor([first_query]), torch.tensor([placement], dtype=torch.int32)
-    all_args = (_TransitionArgs * len(layers))()
+    all_args = (TransitionArgs * len(layers))()
     positions, slots = (part.data_ptr() for part in tokens)
     step = tokens.stride(1) * tokens.element_size()
     for i, layer in enumerate(layers):
         attention, args = layer.state["attention"], all_args[i]
         assert attention.shape == (num_kv_heads, num_tokens)
         assert attention.dtype == torch.float32 and attention.is_contiguous()
-        args.target = _layer_args(layer.pages, layer.params, _Args)
+        args.target = layer_args(layer.pages, layer.params, DecodeArgs)
         args.target.num_rows = 1
         # Any position: nothing is asked of it.
         args.target.positions = args.target.first_queries = row[0].data_ptr()
@@ -272,38 +216,12 @@ def score_by_gate(
     assert dense_blocks.dtype == torch.int32 and dense_blocks.stride(0) == 1
     keys = layers[0].pages.keys
     check_supported(keys.dtype, keys.shape[2], keys.shape[3])
-    all_args = (_GateArgs * len(layers))()
+    all_args = (GateArgs * len(layers))()
     for args, layer in zip(all_args, layers, strict=True):
-        _set_gate_args(args, layer)
+        set_gate_args(args, layer)
         args.blocks, args.first_query = dense_blocks.data_ptr(), first_query
         args.num_threads = torch.get_num_threads()
     _run(_function("gate", keys.dtype), "gate", all_args)
-
-
-def _set_gate_args(args: _GateArgs, layer: ScoredLayer) -> None:
-    """What is the layer's of them."""
-    pages, gate, attention = layer.pages, layer.params.gate, layer.state["attention"]
-    _, args.num_kv_heads, args.head_size, args.block_size = pages.keys.shape
-    args.cache, args.page_stride = pages.keys.data_ptr(), pages.page_stride
-    args.num_tokens = attention.shape[1]
-    assert attention.shape[0] == args.num_kv_heads
-    assert attention.dtype == torch.float32 and attention.is_contiguous()
-    args.attention = attention.data_ptr()
-    assert gate is not None and gate.weights.is_contiguous()
-    assert gate.weights.dtype == torch.float32
-    assert gate.weights.shape == (args.num_kv_heads, 2 * args.head_size + 4)
-    args.weights, args.group = gate.weights.data_ptr(), gate.group
-    if gate.rotation is None:
-        return
-    angles = gate.rotation.angles
-    args.unknown = angles is None or len(angles) < args.num_tokens
-    if angles is None or args.unknown:
-        return
-    args.floats = angles.dtype == torch.float32
-    assert args.floats or angles.dtype == pages.keys.dtype
-    assert angles.is_contiguous()
-    args.angles, args.neox = angles.data_ptr(), gate.rotation.neox
-    args.num_positions, args.rotary_dim = angles.shape
 
 
 def observe(
@@ -347,7 +265,7 @@ def attend_observed(
     assert attention.shape[0] == num_kv_heads and attention.shape[1] >= num_tokens
     if params.score_decay != 1.0:
         attention.mul_(params.score_decay ** (num_queries - first_scoring))
-    args = _layer_args(pages, params, _ObserveArgs)
+    args = layer_args(pages, params, ObserveArgs)
     args.query = query.data_ptr()
     args.blocks = dense_blocks.data_ptr()
     args.attention = attention.data_ptr()
@@ -361,77 +279,6 @@ def attend_observed(
         args.output, args.output_stride = output.data_ptr(), output.stride(0)
     if _function("observe", query.dtype)(ctypes.byref(args)):
         raise MemoryError("the H2O observe kernel could not allocate its scratch")
-
-
-_LAYER_ARGS: WeakKeyDictionary[
-    Pages, WeakKeyDictionary[DecodeParams, dict[type, ctypes.Structure]]
-] = WeakKeyDictionary()
-
-
-def _layer_args(pages: Pages, params: DecodeParams, kind: type[_Kind]) -> _Kind:
-    """A kernel's arguments with a layer's constants in, the others zero.
-
-    Copied from what is made once: making it in every step would take as long as a
-    small kernel.
-    """
-    of_pages = _LAYER_ARGS.get(pages)
-    if of_pages is None:
-        of_pages = _LAYER_ARGS[pages] = WeakKeyDictionary()
-    made = of_pages.get(params)
-    if made is None:
-        slots = _make_slot_args(pages, params)
-        made = {_Args: slots, _ObserveArgs: _make_observe_args(slots)}
-        of_pages[params] = made
-    args: Any = kind.from_buffer_copy(made[kind])
-    args.num_threads = torch.get_num_threads()
-    return args
-
-
-def _make_slot_args(pages: Pages, params: DecodeParams) -> _Args:
-    layout, own = params.layout, params.placements
-    assert params.fused_form in FORMS, params.method
-    args = _Args(
-        cache=pages.keys.data_ptr(),
-        num_kv_heads=pages.keys.shape[1],
-        head_size=pages.keys.shape[2],
-        block_size=pages.block_size,
-        page_stride=pages.page_stride,
-        state_offset=pages.state_offset,
-        budget=layout.budget,
-        largest_budget=params.largest_budget,
-        heavy_slots=layout.heavy_slots,
-        pinned_slots=layout.pinned_slots,
-        whole_blocks=layout.whole_blocks,
-        score_mean=params.fused_form == "mean",
-        merges=params.merge,
-        scale=params.scale,
-        softcap=params.softcap,
-        score_decay=params.score_decay,
-        read=params.read,
-    )
-    assert not (params.merge and (params.read < 1.0 or layout.whole_blocks))
-    _, num_kv_heads, head_size, block_size = pages.keys.shape
-    floats = floats_of_page(head_size, block_size, params.read < 1.0, params.merge)
-    needed = state_bytes(num_kv_heads, block_size, page_floats=floats)
-    assert pages.page_stride >= pages.state_offset + needed, "a page is too small"
-    if own is not None:
-        assert not layout.whole_blocks
-        args.head_layouts = own.sizes.data_ptr()
-        args.head_offsets = own.offsets.data_ptr()
-        args.head_columns = own.columns.data_ptr()
-        args.head_order = own.order.data_ptr()
-        args.head_blocks = own.columns.shape[2]
-    return args
-
-
-def _make_observe_args(slots: _Args) -> _ObserveArgs:
-    """What both structures have."""
-    names = {name for name, _ in _ObserveArgs._fields_} & {f[0] for f in _Args._fields_}
-    return _ObserveArgs(**{name: getattr(slots, name) for name in names})
-
-
-def _function(name: str, dtype: torch.dtype):
-    return getattr(_library(), f"h2o_{name}_{_DTYPES[dtype]}")
 
 
 def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None:
@@ -449,21 +296,25 @@ def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None
         )
 
 
+def _function(name: str, dtype: torch.dtype):
+    return getattr(_library(), f"h2o_{name}_{_DTYPES[dtype]}")
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
-    return c_library.load()
+    return library.load()
 
 
 def build(dtype: torch.dtype) -> None:
     """Build (if needed) and load the kernels, so that no request waits for them.
 
     Raises:
-        RuntimeError: See `c_library.load`.
+        RuntimeError: See `library.load`.
         ValueError: The library has no kernel for `dtype`.
     """
     if not hasattr(_library(), f"h2o_decode_{_DTYPES[dtype]}"):
         raise ValueError(
             f"H2O's kernels were built without {_DTYPES[dtype]} (--dtype), which "
-            f"{c_library.compiler_name()} does not have: set CC to gcc 12 or newer, "
+            f"{library.compiler_name()} does not have: set CC to gcc 12 or newer, "
             "or use --dtype bfloat16"
         )
