@@ -8,7 +8,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
-from vllm_h2o.attention import metadata as metadata_module
 from vllm_h2o.attention import transition as transition_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
@@ -35,7 +34,11 @@ class Layer:
     """Stands where vLLM's layers whose heads have budgets of their own do."""
 
     def __init__(self):
-        self.impl, self.kv_cache = self, None
+        self.impl = self.params = self.kernels = self
+        self.kv_cache, self.switched = None, []
+
+    def transition(self, *args):
+        self.switched.append(args)
 
     def scored_layer(self, kv_cache, layout, blocks):
         return self
@@ -71,16 +74,11 @@ def build(scheduled, batch, **given):
         slot_mapping=torch.arange(int(starts[-1])),
         **given,
     )
-    switched = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            metadata_module, "transition", lambda *args: switched.append(args)
-        )
-        metadata = builder.build(0, common)
+    metadata = builder.build(0, common)
     if "fills" not in batch:
-        assert not switched
+        assert not layer.switched
         return metadata, common, spec
-    ((layers, source, target, placement, first_query, policy),) = switched
+    ((layers, source, target, placement, first_query, policy),) = layer.switched
     assert layers == [layer] and source is target
     assert target.tolist() == filled_blocks(common, spec, batch)
     assert (placement, first_query, policy) == (BY_HEAD, 0, spec.h2o)

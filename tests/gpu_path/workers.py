@@ -30,7 +30,7 @@ class InterpretedWorker(H2OCPUWorker):
     def choose_backend(vllm_config: Any) -> str:
         """CUDA's; under the name that the CPU platform gives to its own."""
         # Kernels are chosen by the tensors' device, which is the CPU here.
-        ops._kernel = lambda tensor: NOTED
+        ops.kernels_of = lambda device: NOTED
         return "vllm_h2o.attention.cuda_backend.H2OTritonAttentionBackend"
 
     def init_device(self) -> None:

@@ -405,8 +405,8 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
 def test_an_option_without_a_kernel_is_refused(preset, options, complaint):
     config = replace(PRESETS[preset], **options)
     with pytest.raises(ValueError, match=complaint):
-        check_kernels(config, triton.FORMS, triton.OPTIONS, "CUDA")
-    check_kernels(config, cpu.FORMS, cpu.OPTIONS, "CPU")
+        check_kernels(config, triton, "CUDA")
+    check_kernels(config, cpu, "CPU")
 
 
 @pytest.mark.parametrize("head_dim", [24, 40])

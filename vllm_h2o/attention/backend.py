@@ -15,17 +15,10 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from vllm_h2o.attention import ops
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
-from vllm_h2o.attention.ops import (
-    DecodeParams,
-    ResidentRows,
-    ScoredLayer,
-    decode_resident,
-    observe,
-    score_by_gate,
-    transition,
-)
+from vllm_h2o.attention.ops import DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.attention.transition import observe_prompt
@@ -214,20 +207,21 @@ class H2OImpl(_StockImpl):
         query = zeros(1, self.num_heads, self.head_size, dtype=dtype)
         state = {name: zeros(num_kv_heads, position + 1) for name in pages.state}
         prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
-        layer = ScoredLayer(pages, state, params)
+        layer, kernels = ScoredLayer(pages, state, params), params.kernels
+        assert kernels is not None
         if params.gate is None:
-            observe(query, pages, prompt, position, state, params)
+            kernels.observe(query, pages, prompt, position, state, params)
         else:
-            score_by_gate([layer], prompt, position)
+            kernels.score_by_gate([layer], prompt, position)
         placements, placement = params.placements, UNIFORM
         if placements is not None and placements.table.has(BY_HEAD):
             placement = BY_HEAD
-        transition([layer], prompt, resident, placement, position, self.h2o)
+        kernels.transition([layer], prompt, resident, placement, position, self.h2o)
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
             key = query[:, :num_kv_heads]
             output = torch.empty_like(query)
-            decode_resident(query, key, key, pages, rows, params, output)
+            kernels.decode_resident(query, key, key, pages, rows, params, output)
 
     def unbind(self) -> None:
         """Let go of a cache: vLLM makes one only to measure graphs with."""
@@ -252,6 +246,7 @@ class H2OImpl(_StockImpl):
             merge=self.h2o.merges,
             group=self.num_heads // self.num_kv_heads,
             gate=self.gate,
+            kernels=ops.kernels_of(kv_cache.device),
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.
@@ -295,7 +290,8 @@ class H2OImpl(_StockImpl):
         else:
             query, key, value = query[tokens], key[tokens], value[tokens]
             part = torch.empty_like(output[: len(tokens)])
-        decode_resident(
+        assert self._params.kernels is not None
+        self._params.kernels.decode_resident(
             query, key, value, self._pages, metadata.resident, self._params, part
         )
         if tokens is not None:

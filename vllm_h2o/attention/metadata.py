@@ -14,7 +14,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, transition
+from vllm_h2o.attention.ops import ResidentRows, ScoredLayer
 from vllm_h2o.attention.placements import (
     BY_HEAD,
     UNIFORM,
@@ -278,7 +278,9 @@ class H2OMetadataBuilder(_Stock):
                 for layer in self.by_head
             ]
             placement = self.index_of(rows.request_ids[i], row.budget, True)
-            transition(
+            kernels = layers[0].params.kernels
+            assert kernels is not None
+            kernels.transition(
                 layers, blocks, blocks, placement, row.first_query, self.spec.h2o
             )
 

@@ -9,20 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_h2o.attention.ops import (
-    DecodeParams,
-    ScoredLayer,
-    attend_observed,
-    observe,
-    score_by_gate,
-    start,
-    transition,
-)
+from vllm_h2o.attention.ops import DecodeParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import RequestPlacements
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.methods import State
+from vllm_h2o.policy.methods import State, starts_at_zero
 
 PartialStates = dict[str, State]
 """Of a prompt whose observation window spans steps, by layer name."""
@@ -167,15 +159,18 @@ def observe_prompt(
         fields = (*pages.state, *params.method.prompt_fields)
         state = {name: torch.zeros(shape, device=query.device) for name in fields}
     end = plan.num_computed_tokens + len(query)
-    start(pages, prompt.dense_blocks, new, end, state, params)
+    kernels = params.kernels
+    assert kernels is not None
+    if not starts_at_zero(params.method):
+        kernels.start(pages, prompt.dense_blocks, new, end, state, params)
     if prompt.attends:
-        attend_observed(
+        kernels.attend_observed(
             query, pages, prompt.dense_blocks, plan.num_computed_tokens,
             first_scoring - plan.num_computed_tokens, state, params, output,
         )  # fmt: skip
     elif plan.num_scoring:
         query = query[-plan.num_scoring :]
-        observe(query, pages, prompt.dense_blocks, first_scoring, state, params)
+        kernels.observe(query, pages, prompt.dense_blocks, first_scoring, state, params)
     if prompt.resident_blocks is None:
         partial[layer_name] = state
         return
@@ -199,10 +194,11 @@ def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
         config: The policy.
     """
     assert prompt.resident_blocks is not None
-    first_query = prompt.plan.first_query
+    first_query, kernels = prompt.plan.first_query, prompt.layers[0].params.kernels
+    assert kernels is not None
     if config.gated:
-        score_by_gate(prompt.layers, prompt.dense_blocks, first_query)
-    transition(
+        kernels.score_by_gate(prompt.layers, prompt.dense_blocks, first_query)
+    kernels.transition(
         prompt.layers,
         prompt.dense_blocks,
         prompt.resident_blocks,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    from vllm_h2o.attention.ops import Kernels
     from vllm_h2o.policy.config import H2OConfig
 
 _OFF = "or drop --kv-policy (kv_policy, enable_h2o)"
@@ -194,48 +195,48 @@ def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
 
         check_layer(*shape)
         if not runs_reference():
-            check_kernels(config, cpu.FORMS, cpu.OPTIONS, "CPU")
+            check_kernels(config, cpu, "CPU")
         return
     from vllm_h2o.attention.ops import triton
 
-    check_kernels(config, triton.FORMS, triton.OPTIONS, "CUDA")
+    check_kernels(config, triton, "CUDA")
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
     triton.check_supported(*shape, heads, kv_heads)
     check_cuda_options(vllm_config)
 
 
-def check_kernels(
-    config: H2OConfig, forms: frozenset[str], options: frozenset[str], platform: str
-) -> None:
+def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
     """Raise ValueError where the platform's kernels lack what a policy needs.
 
     Args:
         config: The policy.
-        forms: The methods that the kernels have, see `Method.fused_form`.
-        options: What they have beside, see `vllm_h2o.attention.ops.cpu.OPTIONS`.
+        kernels: The platform's.
         platform: Where they run.
     """
+    from vllm_h2o.attention.ops import Capability
+
     reference = (
         f"has no kernel on {platform}: set VLLM_H2O_KERNELS=reference, which runs all "
         "in plain torch, slowly and on CPU only"
     )
     own_prompts = fused_prompt_form_of(config.method) is None
-    if fused_form_of(config.method) not in forms or (
-        own_prompts and "prompt" not in options
+    capabilities = kernels.CAPABILITIES
+    if fused_form_of(config.method) not in kernels.FORMS or (
+        own_prompts and Capability.PROMPT not in capabilities
     ):
         raise ValueError(
             f"h2o_score={config.score!r} (--h2o-score) {reference}, or use one of "
-            f"{', '.join(sorted(forms))}"
+            f"{', '.join(sorted(kernels.FORMS))}"
         )
-    if config.head_budgets == REQUEST and REQUEST not in options:
+    if config.head_budgets == REQUEST and Capability.REQUEST not in capabilities:
         raise ValueError(
             f"h2o_head_budgets={REQUEST!r} (--h2o-head-budgets) {reference}, or use "
             f"{UNIFORM!r}"
         )
     asked = [("read", "100%")] * config.reads_part + [("merge", "none")] * config.merges
     for option, off in asked:
-        if option not in options or len(asked) > 1:
+        if Capability(option) not in capabilities or len(asked) > 1:
             beside = " beside h2o_merge (--h2o-merge)" if len(asked) > 1 else ""
             raise ValueError(
                 f"h2o_{option}={getattr(config, option)!r} (--h2o-{option}){beside} "

@@ -11,6 +11,7 @@ from itertools import takewhile
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from vllm_h2o.attention.ops.contract import Capability
 from vllm_h2o.attention.ops.types import (
     DecodeParams,
     Kept,
@@ -28,6 +29,9 @@ from vllm_h2o.policy.selection import select_residents
 from vllm_h2o.policy.softmax import attention_of
 from vllm_h2o.policy.sparse_read import pages_read
 
+FORMS = frozenset({"sum", "mean"})
+"""It computes every method, fused or not."""
+CAPABILITIES = frozenset(Capability)
 _START_TILE = 1024
 """Tokens whose keys and values are copied at a time."""
 
@@ -41,7 +45,7 @@ def decode_resident(
     params: DecodeParams,
     output: torch.Tensor,
 ) -> None:
-    """See `vllm_h2o.attention.ops.decode_resident`."""
+    """See `Kernels.decode_resident`."""
     num_kv_heads = key.shape[1]
     group = query.shape[1] // num_kv_heads
     for row in range(query.shape[0]):
@@ -66,7 +70,7 @@ def transition(
     first_query: int,
     config: H2OConfig,
 ) -> None:
-    """See `vllm_h2o.attention.ops.transition`: its two halves, layer by layer."""
+    """See `Kernels.transition`: its two halves, layer by layer."""
     for layer in layers:
         state, params = layer.state, layer.params
         kept = select(state, placement, first_query, config, params)
@@ -89,7 +93,7 @@ def select(
 
     Args:
         state: See `ScoredLayer`.
-        placement: See `vllm_h2o.attention.ops.transition`.
+        placement: See `Kernels.transition`.
         first_query: Position of the first query that scored.
         config: The policy.
         params: The layer's constants.
@@ -129,7 +133,7 @@ def copy_kept(
 
     Args:
         pages: The layer's pages; targets may lie in those of other layers.
-        source_blocks: See `vllm_h2o.attention.ops.transition`, and so are the next two.
+        source_blocks: See `Kernels.transition`, and so are the next two.
         target_blocks: Of the slots.
         placement: Of the request.
         kept: What to copy, and where to.
@@ -164,7 +168,7 @@ def merge_dropped(
 
     Args:
         pages: The layer's pages, read only.
-        source_blocks: See `vllm_h2o.attention.ops.transition`.
+        source_blocks: See `Kernels.transition`.
         kept: What is kept.
         state: See `ScoredLayer`; says how many tokens there are.
 
@@ -225,7 +229,7 @@ def start(
     state: State,
     params: DecodeParams,
 ) -> None:
-    """See `vllm_h2o.attention.ops.start`."""
+    """See `Kernels.start`."""
     size = pages.block_size
     for begin in range(first, end, _START_TILE):
         positions = torch.arange(begin, min(begin + _START_TILE, end))
@@ -240,7 +244,7 @@ def start(
 def score_by_gate(
     layers: Sequence[ScoredLayer], dense_blocks: torch.Tensor, first_query: int
 ) -> None:
-    """See `vllm_h2o.attention.ops.score_by_gate`."""
+    """See `Kernels.score_by_gate`."""
     for layer in layers:
         gate = layer.params.gate
         assert gate is not None
@@ -255,7 +259,7 @@ def observe(
     state: State,
     params: DecodeParams,
 ) -> None:
-    """See `vllm_h2o.attention.ops.observe`."""
+    """See `Kernels.observe`."""
     end = first_position + len(query)
     keys = pages.keys[dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
     capped = {"scale": params.scale, "softcap": params.softcap}
@@ -275,7 +279,7 @@ def attend_observed(
     params: DecodeParams,
     output: torch.Tensor,
 ) -> None:
-    """See `vllm_h2o.attention.ops.attend_observed`."""
+    """See `Kernels.attend_observed`."""
     scoring = query[first_scoring:]
     first_scored = first_position + first_scoring
     observe(scoring, pages, dense_blocks, first_scored, state, params)

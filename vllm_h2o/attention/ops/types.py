@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import UNIFORM, LayerPlacements
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Method, State, fused_form_of, fused_prompt_form_of
+
+if TYPE_CHECKING:
+    from vllm_h2o.attention.ops.contract import Kernels
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class DecodeParams:
         merge: Whether what is dropped goes into what is kept, see `policy.merging`.
         group: Query heads of a KV head.
         gate: What prompts are scored by in place of their queries, if anything.
+        kernels: The operations of the layer's device; None: for them alone.
         placements: How requests split their slots, None where all heads have the same.
     """
 
@@ -71,6 +75,7 @@ class DecodeParams:
     merge: bool = False
     group: int = 1
     gate: LayerGate | None = None
+    kernels: Kernels | None = None
 
     @cached_property
     def fused_form(self) -> str | None:

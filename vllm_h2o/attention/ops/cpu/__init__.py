@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_h2o.attention.ops import (
+    Capability,
     DecodeParams,
     Kept,
     ResidentRows,
@@ -27,18 +28,19 @@ from vllm_h2o.attention.ops.cpu.args import (
     layer_args,
     set_gate_args,
 )
+from vllm_h2o.attention.ops.reference import start
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import State
 
 __all__ = [
-    "FORMS", "OPTIONS", "Selection", "attend_observed", "build", "check_supported",
-    "copy_kept", "decode_resident", "observe", "score_by_gate", "select", "transition",
+    "CAPABILITIES", "FORMS", "Selection", "attend_observed", "build", "check_supported",
+    "copy_kept", "decode_resident", "observe", "score_by_gate", "select", "start",
+    "transition",
 ]  # fmt: skip
 
-OPTIONS = frozenset({"read", "merge", "prompt", "request"})
-"""What they have beside: the options `read` and `merge`, one at a time; methods with
-rules of their own for prompts, which torch runs; head budgets by request."""
+CAPABILITIES = frozenset(Capability)
+"""All, but reading a part and merging one at a time."""
 _DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -55,7 +57,7 @@ def decode_resident(
     params: DecodeParams,
     output: torch.Tensor,
 ) -> None:
-    """See `vllm_h2o.attention.ops.decode_resident`."""
+    """See `Kernels.decode_resident`."""
     num_rows, num_heads, head_size = query.shape
     layout = params.layout
     check_supported(query.dtype, head_size, layout.block_size)
@@ -97,7 +99,7 @@ def transition(
     first_query: int,
     config: H2OConfig,
 ) -> None:
-    """See `vllm_h2o.attention.ops.transition`.
+    """See `Kernels.transition`.
 
     The heads of all layers share out the threads: heads with budgets of their own
     have very different amounts of work. What is dropped is merged in torch.
@@ -212,7 +214,7 @@ def _run(function: Any, name: str, args: ctypes.Array[Any]) -> None:
 def score_by_gate(
     layers: Sequence[ScoredLayer], dense_blocks: torch.Tensor, first_query: int
 ) -> None:
-    """See `vllm_h2o.attention.ops.score_by_gate`."""
+    """See `Kernels.score_by_gate`."""
     assert dense_blocks.dtype == torch.int32 and dense_blocks.stride(0) == 1
     keys = layers[0].pages.keys
     check_supported(keys.dtype, keys.shape[2], keys.shape[3])
@@ -232,7 +234,7 @@ def observe(
     state: State,
     params: DecodeParams,
 ) -> None:
-    """See `vllm_h2o.attention.ops.observe`."""
+    """See `Kernels.observe`."""
     if params.fused_prompt_form is None:
         reference.observe(query, pages, dense_blocks, first_position, state, params)
         return
@@ -249,7 +251,7 @@ def attend_observed(
     params: DecodeParams,
     output: torch.Tensor | None,
 ) -> None:
-    """See `vllm_h2o.attention.ops.attend_observed`; None: nobody wants the output."""
+    """See `Kernels.attend_observed`; None: nobody wants the output."""
     attention = state["attention"]
     num_queries, num_heads, head_size = query.shape
     _, num_kv_heads, _, block_size = pages.keys.shape

@@ -4,10 +4,11 @@ Needs torch and triton, not vLLM. Nothing outside this package imports triton.
 Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
+from vllm_h2o.attention.ops.reference import attend_observed, start
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
 from vllm_h2o.attention.ops.triton.launch import (
+    CAPABILITIES,
     FORMS,
-    OPTIONS,
     DecodeScratch,
     Tuning,
     check_supported,
@@ -19,10 +20,11 @@ from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.transition import copy_kept, transition
 
 __all__ = [
+    "CAPABILITIES",
     "FORMS",
-    "OPTIONS",
     "DecodeScratch",
     "Tuning",
+    "attend_observed",
     "check_supported",
     "select",
     "copy_kept",
@@ -30,5 +32,6 @@ __all__ = [
     "observe",
     "score_by_gate",
     "slots_with_logits",
+    "start",
     "transition",
 ]

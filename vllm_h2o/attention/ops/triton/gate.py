@@ -120,7 +120,7 @@ def gate_kernel(
 def score_by_gate(
     layers: Sequence[ScoredLayer], dense_blocks: torch.Tensor, first_query: int
 ) -> None:
-    """See `vllm_h2o.attention.ops.score_by_gate`."""
+    """See `Kernels.score_by_gate`."""
     for layer in layers:
         _score(layer, dense_blocks, first_query)
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import triton
 
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.ops import Capability, DecodeParams, ResidentRows
 from vllm_h2o.attention.ops.triton.combine import combine_kernel
 from vllm_h2o.attention.ops.triton.decode import attend_kernel
 from vllm_h2o.attention.pages import Pages
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
-OPTIONS: frozenset[str] = frozenset()
-"""What they have beside, see those of `vllm_h2o.attention.ops.cpu`."""
+CAPABILITIES: frozenset[Capability] = frozenset()
+"""What the kernels have beside."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_GROUP = 16
 _TILE_BYTES = 8 * 1024
@@ -179,7 +179,7 @@ def decode_resident(
     *,
     scored: bool = True,
 ) -> None:
-    """See `vllm_h2o.attention.ops.decode_resident`.
+    """See `Kernels.decode_resident`.
 
     Args:
         query: As there.

@@ -158,7 +158,7 @@ def observe(
     params: DecodeParams,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """See `vllm_h2o.attention.ops.observe`.
+    """See `Kernels.observe`.
 
     Args:
         query: As there.

@@ -105,7 +105,7 @@ def transition(
     first_query: int,
     config: H2OConfig,
 ) -> None:
-    """See `vllm_h2o.attention.ops.transition`."""
+    """See `Kernels.transition`."""
     for layer in layers:
         state, params = layer.state, layer.params
         kept = select(state, placement, first_query, config, params)

@@ -1,0 +1,198 @@
+"""What kernels have to be: the operations on resident rows, for every platform."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from vllm_h2o.attention.ops.types import DecodeParams, ResidentRows, ScoredLayer
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import State
+
+
+class Capability(Enum):
+    """What kernels may have beside the operations themselves."""
+
+    READ = "read"
+    """Queries that read some pages only (`H2OConfig.read`)."""
+    MERGE = "merge"
+    """Values of dropped tokens that go into kept ones (`H2OConfig.merge`)."""
+    PROMPT = "prompt"
+    """Methods with rules of their own for prompts, which torch runs."""
+    REQUEST = "request"
+    """Head budgets that each request shares out (`H2OConfig.head_budgets`)."""
+
+
+class Kernels(Protocol):
+    """The operations of a platform; a module is one.
+
+    What a platform has no kernel for, and is refused beforehand, it takes from the
+    reference.
+    """
+
+    FORMS: frozenset[str]
+    """The methods that the kernels have, by `Method.fused_form`."""
+    CAPABILITIES: frozenset[Capability]
+    """What they have beside; `READ` and `MERGE` one at a time."""
+
+    def decode_resident(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: Pages,
+        rows: ResidentRows,
+        params: DecodeParams,
+        output: torch.Tensor,
+    ) -> None:
+        """Graduate, write, attend and score, for every row and KV head.
+
+        Args:
+            query: `[num_rows, num_heads, head_size]`, float32, bfloat16 or float16.
+            key: `[num_rows, num_kv_heads, head_size]` of the new tokens, after RoPE.
+            value: `[num_rows, num_kv_heads, head_size]`.
+            pages: The layer's pages, updated in place.
+            rows: Which pages and positions.
+            params: The layer's constants.
+            output: `[num_rows, num_heads, head_size]`, written.
+
+        Raises:
+            ValueError: A dtype or head size that no kernel has.
+        """
+        ...
+
+    def transition(
+        self,
+        layers: Sequence[ScoredLayer],
+        source_blocks: torch.Tensor,
+        target_blocks: torch.Tensor,
+        placement: int,
+        first_query: int,
+        config: H2OConfig,
+    ) -> None:
+        """Select what each KV head of each layer keeps, and copy it into its slots.
+
+        The two halves are `reference.select` and `reference.copy_kept`, layer by layer.
+        Sources may be overwritten: all of a head is read before anything of it is
+        written.
+
+        Args:
+            layers: The layers, each with what the request's tokens have got in it.
+            source_blocks: int32 blocks, the token at position p in block
+                `p // block_size`, offset `p % block_size`.
+            target_blocks: `[>= cdiv(min(tokens, budget), block_size)]` int32 resident
+                blocks; the very tensor `source_blocks` if a request is rearranged in
+                its blocks.
+            placement: Index of how the slots are split.
+            first_query: Position of the first query that scored.
+            config: The policy.
+        """
+        ...
+
+    def start(
+        self,
+        pages: Pages,
+        dense_blocks: torch.Tensor,
+        first: int,
+        end: int,
+        state: State,
+        params: DecodeParams,
+    ) -> None:
+        """Give prompt tokens the state that the method starts them with, if not 0.
+
+        Args:
+            pages: The layer's pages, read only.
+            dense_blocks: `[>= cdiv(end, block_size)]` int32 blocks of the prompt.
+            first: Position of the first of the tokens.
+            end: Behind the last.
+            state: `[num_kv_heads, >= end]` float32 for each of the method's fields, of
+                which `first .. end - 1` are written.
+            params: The layer's constants.
+        """
+        ...
+
+    def score_by_gate(
+        self,
+        layers: Sequence[ScoredLayer],
+        dense_blocks: torch.Tensor,
+        first_query: int,
+    ) -> None:
+        """Write the attention that a prompt's tokens are expected to get.
+
+        The formula is that of `vllm_h2o.attention.gate`.
+
+        Args:
+            layers: Layers with a gate, of one prompt; the attention is written.
+            dense_blocks: `[>= cdiv(num_tokens, block_size)]` int32 blocks of the
+                prompt.
+            first_query: Position of the first query that the expectation stands for.
+
+        Raises:
+            ValueError: A dtype or head size that no kernel has.
+        """
+        ...
+
+    def observe(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        dense_blocks: torch.Tensor,
+        first_position: int,
+        state: State,
+        params: DecodeParams,
+    ) -> None:
+        """Add the attention of consecutive prompt queries to the prompt's state.
+
+        The formula is the method's (`vllm_h2o.policy.methods`).
+
+        Args:
+            query: `[m, num_heads, head_size]`, queries at positions
+                `first_position ..+ m`, after RoPE.
+            pages: The layer's pages, read only.
+            dense_blocks: `[>= cdiv(first_position + m, block_size)]` int32 blocks of
+                the prompt.
+            first_position: Position of `query[0]`.
+            state: `[num_kv_heads, >= first_position + m]` float32 for each of the
+                method's fields, of earlier queries; what none of them saw is as it was
+                started (see `start`; 0 for what has a kernel). Updated in place.
+            params: The layer's constants.
+
+        Raises:
+            ValueError: A dtype or head size that no kernel has.
+        """
+        ...
+
+    def attend_observed(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        dense_blocks: torch.Tensor,
+        first_position: int,
+        first_scoring: int,
+        state: State,
+        params: DecodeParams,
+        output: torch.Tensor,
+    ) -> None:
+        """`observe`, and the attention's output from the same pass over the keys.
+
+        For steps in which most queries score, which the stock kernel and `observe`
+        would both compute the logits of. Called on CPU only.
+
+        Args:
+            query: `[m, num_heads, head_size]`, see `observe`.
+            pages: The layer's pages, read only.
+            dense_blocks: See `observe`.
+            first_position: Position of `query[0]`.
+            first_scoring: Index of the first query that scores; those before it attend.
+            state: See `observe`.
+            params: The layer's constants.
+            output: `[m, num_heads, head_size]`, written.
+
+        Raises:
+            ValueError: A dtype or head size that no kernel has.
+        """
+        ...
