@@ -113,7 +113,8 @@ class Prometheus:
 def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
     """Prometheus as examples/monitoring has it, but often, of a `host:port`."""
     config = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "5s", "evaluation_interval": "1s"}
+    # Often enough to see blocks that requests of seconds hold.
+    config["global"] = {"scrape_interval": "2s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     shutil.copy(EXAMPLES / "rules.yml", folder)
