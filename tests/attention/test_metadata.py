@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
 from vllm_h2o.attention import transition as transition_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
-from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
+from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.attention.rows import select_rows
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.transition import ObservedPrompt
@@ -147,7 +147,7 @@ def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone(monkeypatc
     for name in ("stays", "gone"):
         tokens, blocks = slice(0, 40), torch.zeros(2, dtype=torch.int32)
         prompt = ObservedPrompt(
-            name, step.transitions, tokens, ROWS["ends"], blocks, blocks, UNIFORM, False
+            name, step.transitions, tokens, ROWS["ends"], blocks, blocks, len, False
         )
         for layer in ("first", "second"):
             step.transitions.collect(prompt, layer, None)

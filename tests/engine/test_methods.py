@@ -1,8 +1,5 @@
 """A method is one class: a whole engine runs it in plain torch."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +13,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_reference import own_sizes
 from tests.engine.tiny_models import random_prompts, save_llama
-from tests.policy.packages import install_method
+from tests.policy.packages import example_of, install_kernels, install_method
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
 from vllm_h2o.policy.methods import METHODS, add_from_packages
 from vllm_h2o.policy.profile import HeadProfile, allocate
@@ -70,16 +67,20 @@ def llama(tmp_path_factory):
 @pytest.fixture
 def peak(tmp_path, monkeypatch):
     """The docs' example, in a package that brings it by an entry point."""
-    page = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    code = example_of("adding-a-method.md")
     install_method(tmp_path, monkeypatch, "peak", code, "Peak")
     add_from_packages()
     yield options_of("peak")
     del METHODS["peak"]
 
 
-def test_a_method_of_eight_lines_equals_its_dense_reference(llama, peak, monkeypatch):
-    check(llama, peak, "sum", PeakHead, monkeypatch)
+def test_a_method_of_eight_lines_equals_its_dense_reference(
+    llama, peak, tmp_path, monkeypatch
+):
+    """On the docs' example of kernels, in a package that brings them likewise."""
+    code = example_of("kernels.md")
+    install_kernels(tmp_path, monkeypatch, "my_kernels", code)
+    check(llama, peak, "sum", PeakHead, monkeypatch, kernels="my_kernels")
 
 
 def test_a_method_with_state_of_its_own_equals_its_dense_reference(llama, monkeypatch):
@@ -197,7 +198,9 @@ def must_not_be_called():
 def test_other_kernels_are_refused(monkeypatch):
     monkeypatch.setenv("VLLM_H2O_KERNELS", "fast")
     with (
-        pytest.raises(ValueError, match="VLLM_H2O_KERNELS is 'fast': unset it"),
+        pytest.raises(
+            ValueError, match="VLLM_H2O_KERNELS is 'fast': unset it.*'reference'"
+        ),
         engine(kv_policy="h2o", h2o_budget=128),
     ):
         pass

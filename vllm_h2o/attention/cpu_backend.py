@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
-from vllm_h2o.attention.ops import cpu, runs_reference
+from vllm_h2o.attention.ops import cpu, named_kernels
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.methods import fused_prompt_form_of
 
@@ -45,7 +45,7 @@ class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
         # In 16 bits our kernel would round otherwise than stock's, and an answer would
         # depend on how its prompt was cut into steps.
         is_float32 = self.spec.dtype == torch.float32
-        self.attends_observed = fused and is_float32 and not runs_reference()
+        self.attends_observed = fused and is_float32 and named_kernels() is None
         if self.isa == "amx":
             # AMX packs keys in tiles, which the transition could not gather.
             logger.info_once("H2O uses the vec layout of the KV cache instead of amx")
@@ -61,7 +61,7 @@ def check_layer(dtype: torch.dtype, head_size: int, block_size: int) -> None:
             f"--block-size is {block_size}: vLLM's attention on CPU takes multiples of "
             "32; use --block-size 32"
         )
-    if not runs_reference():
+    if named_kernels() is None:
         cpu.check_supported(dtype, head_size, block_size)
     isa = _get_attn_isa(dtype, block_size, head_size)
     if isa not in ("vec", "vec16", "amx"):  # amx: the builder asks for vec

@@ -14,20 +14,15 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_h2o.attention.ops import ResidentRows, ScoredLayer
-from vllm_h2o.attention.placements import (
-    BY_HEAD,
-    UNIFORM,
-    BudgetPlacements,
-    RequestPlacements,
-)
+from vllm_h2o.attention.ops import ResidentRows
+from vllm_h2o.attention.placements import BudgetPlacements
+from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.rows import RowTensors, select_rows
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.transition import ObservedPrompt
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.methods import Queries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,7 +82,7 @@ class H2OMetadataBuilder(_Stock):
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.layout
         self.by_head: Sequence[Any] = ()
-        self._budget_placements: BudgetPlacements | None = None
+        self.placements = RowPlacements(self.layout.budget)
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
         scratch = self._decode_scratch(vllm_config, max_rows)
@@ -118,7 +113,11 @@ class H2OMetadataBuilder(_Stock):
                 engine's.
         """
         assert self.compresses
-        self.step, self.by_head, self._budget_placements = step, by_head, budgets
+        self.step, self.by_head = step, by_head
+        self.placements = RowPlacements(
+            self.layout.budget, bool(by_head), budgets,
+            lambda: step.transitions.by_request,
+        )  # fmt: skip
         self._tensors.bind(bool(by_head or budgets))
 
     def build(
@@ -208,7 +207,7 @@ class H2OMetadataBuilder(_Stock):
             starts = self._pack(plan)
             async_tensor_h2d(starts, out=rows.logit_starts[: len(starts)])
         if rows.placements is not None:
-            placements = self._placements_of(plan).astype(np.int32)
+            placements = self.placements.of_rows(plan)
             async_tensor_h2d(placements, out=rows.placements[: len(placements)])
         table, first = common.block_table_tensor[:num_rows], self.spec.dense_columns
         resident = table[:, first : first + self.layout.budget_blocks]
@@ -227,34 +226,6 @@ class H2OMetadataBuilder(_Stock):
         while num_rows <= self._tensors.max_rows:
             yield self._tensors.padding(num_rows)
             num_rows *= 2
-
-    @property
-    def _by_request(self) -> RequestPlacements | None:
-        return self.step.transitions.by_request if self.step is not None else None
-
-    def index_of(self, request_id: str, budget: int, filled: bool) -> int:
-        """Index of a request's placement, before or after it has filled its budget.
-
-        Below the budget slot(p) is p, in pages of the head's own, whatever the split.
-        """
-        switched = filled and bool(self.by_head)
-        if switched and self._by_request is not None:
-            return self._by_request.index(request_id)
-        by_budget = self._budget_placements
-        uniform = by_budget.uniform_index(budget) if by_budget else UNIFORM
-        return uniform + BY_HEAD if switched else uniform
-
-    def _placements_of(self, rows: ResidencyPlan) -> np.ndarray:
-        """`[num_rows]` index of each row's placement."""
-        filled = rows.num_computed_tokens >= rows.budgets
-        placements = np.where(filled, BY_HEAD if self.by_head else UNIFORM, UNIFORM)
-        others = rows.budgets != self.layout.budget
-        if self._by_request is not None:
-            others |= filled
-        for i in np.flatnonzero(others).tolist():
-            budget = int(rows.budgets[i])
-            placements[i] = self.index_of(rows.request_ids[i], budget, bool(filled[i]))
-        return placements
 
     def _switch_to_head_budgets(
         self, common: CommonAttentionMetadata, rows: ResidencyPlan
@@ -277,7 +248,7 @@ class H2OMetadataBuilder(_Stock):
                 layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
                 for layer in self.by_head
             ]
-            placement = self.index_of(rows.request_ids[i], row.budget, True)
+            placement = self.placements.index(rows.request_ids[i], row.budget, True)
             kernels = layers[0].params.kernels
             assert kernels is not None
             kernels.transition(
@@ -315,26 +286,10 @@ class H2OMetadataBuilder(_Stock):
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
                     resident_blocks=resident,
-                    placement=UNIFORM
-                    if self._by_request  # see `split`
-                    else self._placement(rows.request_ids[i], row),
+                    place=functools.partial(
+                        self.placements.of_transition, rows.request_ids[i], row
+                    ),
                     attends=self._attends(common, row),
-                    split=functools.partial(self._split, rows.request_ids[i], row)
-                    if self._by_request
-                    else None,
                 )
             )
         return observed
-
-    def _placement(self, request_id: str, row: RowPlan) -> int:
-        """Index of the placement that a prompt's transition is to."""
-        return self.index_of(request_id, row.budget, row.prefill_end > row.budget)
-
-    def _split(self, request_id: str, row: RowPlan, layers: list[ScoredLayer]) -> int:
-        """See `ObservedPrompt.split`."""
-        assert self._by_request is not None
-        num_tokens, group = row.prefill_end, layers[0].params.group
-        queries = Queries(torch.arange(num_tokens), row.first_query, num_tokens, group)
-        states = [layer.state for layer in layers]
-        self._by_request.split(request_id, states, queries, row.budget)
-        return self._placement(request_id, row)

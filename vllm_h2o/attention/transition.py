@@ -32,10 +32,9 @@ class ObservedPrompt:
         dense_blocks: `[cdiv(seq_len, block_size)]` int32 block ids.
         resident_blocks: `[num_resident]` int32 block ids in the transition
             step, else None.
-        placement: Index of the placement that the transition is to.
+        place: Returns the index of the placement that the transition is to, by the
+            layers that are due.
         attends: Whether our kernel attends too; else stock's has done so.
-        split: Gives the request a placement of its own, by the layers that have run;
-            returns its index, if the request fills it. None: see `placement`.
         layers: Layers that have run and are to be compressed.
     """
 
@@ -45,9 +44,8 @@ class ObservedPrompt:
     plan: RowPlan
     dense_blocks: torch.Tensor
     resident_blocks: torch.Tensor | None
-    placement: int
+    place: Callable[[list[ScoredLayer]], int]
     attends: bool
-    split: Callable[[list[ScoredLayer]], int] | None = None
     layers: list[ScoredLayer] = field(default_factory=list)
 
 
@@ -202,7 +200,7 @@ def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
         prompt.layers,
         prompt.dense_blocks,
         prompt.resident_blocks,
-        prompt.split(prompt.layers) if prompt.split else prompt.placement,
+        prompt.place(prompt.layers),
         first_query,
         config,
     )

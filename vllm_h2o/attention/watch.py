@@ -105,7 +105,7 @@ class Watch:
         """That which the request has once it fills its budget, if there is one yet."""
         if self._step.transitions.by_request is not None:
             return self._own_placement(request_id)
-        index = builder.index_of(request_id, budget, True)
+        index = builder.placements.index(request_id, budget, True)
         if index == UNIFORM:
             return None
         impl = self._layers()[builder.layer_names[0]].impl

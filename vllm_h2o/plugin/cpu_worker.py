@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_h2o.attention.ops import KERNELS, cpu, runs_reference
+from vllm_h2o.attention.ops import KERNELS, Capability, cpu, named_kernels
 from vllm_h2o.plugin.worker import H2OWorker
 
 if TYPE_CHECKING:
@@ -28,11 +28,12 @@ class H2OCPUWorker(H2OWorker, CPUWorker):
         """See the base class; compiles the kernels, once per machine."""
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype)
-        if runs_reference():
+        named = named_kernels()
+        if named is None:
+            cpu.build(dtype)
+        elif Capability.TORCH in named.CAPABILITIES:
             logger.warning_once(
                 "H2O runs in plain torch, many times slower than its kernels: "
                 "unset %s unless you are trying out a method", KERNELS,
             )  # fmt: skip
-        else:
-            cpu.build(dtype)
         return "vllm_h2o.attention.cpu_backend.H2OCPUBackend"

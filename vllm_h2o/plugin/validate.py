@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -185,21 +186,24 @@ def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
     """What the kernel lacks, as far as the model's config tells."""
     from vllm.platforms import current_platform
 
+    from vllm_h2o.attention.ops import KERNELS, named_kernels
+
     model = vllm_config.model_config
     assert isinstance(model.dtype, torch.dtype)
     block_size = vllm_config.cache_config.block_size
     shape = (model.dtype, model.get_head_size(), block_size)
+    named = named_kernels()
+    where = f"{KERNELS}={os.environ[KERNELS]}" if named else ""
     if current_platform.is_cpu():
         from vllm_h2o.attention.cpu_backend import check_layer
-        from vllm_h2o.attention.ops import cpu, runs_reference
+        from vllm_h2o.attention.ops import cpu
 
         check_layer(*shape)
-        if not runs_reference():
-            check_kernels(config, cpu, "CPU")
+        check_kernels(config, named or cpu, where or "CPU")
         return
     from vllm_h2o.attention.ops import triton
 
-    check_kernels(config, triton, "CUDA")
+    check_kernels(config, named or triton, where or "CUDA")
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
     triton.check_supported(*shape, heads, kv_heads)
@@ -212,7 +216,7 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
     Args:
         config: The policy.
         kernels: The platform's.
-        platform: Where they run.
+        platform: Where they run, or what chose them.
     """
     from vllm_h2o.attention.ops import Capability
 
@@ -220,6 +224,8 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
         f"has no kernel on {platform}: set VLLM_H2O_KERNELS=reference, which runs all "
         "in plain torch, slowly and on CPU only"
     )
+    if Capability.TORCH in kernels.CAPABILITIES:
+        return
     own_prompts = fused_prompt_form_of(config.method) is None
     capabilities = kernels.CAPABILITIES
     if fused_form_of(config.method) not in kernels.FORMS or (
@@ -246,11 +252,11 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
 
 def check_cuda_options(vllm_config: VllmConfig) -> None:
     """Raise ValueError for options of vLLM on CUDA that H2O can not serve."""
-    from vllm_h2o.attention.ops import KERNELS, runs_reference
+    from vllm_h2o.attention.ops import KERNELS, REFERENCE
 
-    if runs_reference():
+    if os.environ.get(KERNELS) == REFERENCE:
         # It reads positions on the host: every step would wait for the device.
-        _refuse(f"{KERNELS} on CUDA", "reference", f"unset {KERNELS}, or use a CPU")
+        _refuse(f"{KERNELS} on CUDA", REFERENCE, f"unset {KERNELS}, or use a CPU")
     attention = vllm_config.attention_config
     backend = attention.backend.name if attention.backend else None
     # CUSTOM: H2O's own, in a worker that shares the config of its engine.

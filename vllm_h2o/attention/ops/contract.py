@@ -25,6 +25,8 @@ class Capability(Enum):
     """Methods with rules of their own for prompts, which torch runs."""
     REQUEST = "request"
     """Head budgets that each request shares out (`H2OConfig.head_budgets`)."""
+    TORCH = "torch"
+    """Every method by its own torch code, whatever its form; all of this at once."""
 
 
 class Kernels(Protocol):

@@ -30,7 +30,6 @@ from vllm_h2o.policy.softmax import attention_of
 from vllm_h2o.policy.sparse_read import pages_read
 
 FORMS = frozenset({"sum", "mean"})
-"""It computes every method, fused or not."""
 CAPABILITIES = frozenset(Capability)
 _START_TILE = 1024
 """Tokens whose keys and values are copied at a time."""

@@ -39,7 +39,7 @@ __all__ = [
     "transition",
 ]  # fmt: skip
 
-CAPABILITIES = frozenset(Capability)
+CAPABILITIES = frozenset(Capability) - {Capability.TORCH}
 """All, but reading a part and merging one at a time."""
 _DTYPES = {
     torch.float32: "float32",

@@ -1,0 +1,91 @@
+"""Which placement the slots of a row are laid out by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_h2o.attention.ops import ScoredLayer
+from vllm_h2o.attention.placements import (
+    BY_HEAD,
+    UNIFORM,
+    BudgetPlacements,
+    RequestPlacements,
+)
+from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.policy.methods import Queries
+
+
+class RowPlacements:
+    """Indices in the table of a KV cache group, by what rows have and ask for.
+
+    Below the budget slot(p) is p, in pages of the head's own, whatever the split: heads
+    part when a request has filled its budget.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        by_head: bool = False,
+        by_budget: BudgetPlacements | None = None,
+        by_request: Callable[[], RequestPlacements | None] = lambda: None,
+    ) -> None:
+        """Choose for rows of an engine.
+
+        Args:
+            budget: The engine's, in slots of a head on average.
+            by_head: Whether heads have budgets of their own.
+            by_budget: Where requests with budgets of their own are; None: all have the
+                engine's.
+            by_request: Where requests are that split their slots each in its own way,
+                while there is a cache; None: nowhere.
+        """
+        self._budget, self._by_head = budget, by_head
+        self._by_budget, self._by_request = by_budget, by_request
+
+    def index(self, request_id: str, budget: int, filled: bool) -> int:
+        """Index of a request's placement, before or after it has filled its budget."""
+        switched = filled and self._by_head
+        by_request = self._by_request()
+        if switched and by_request is not None:
+            return by_request.index(request_id)
+        by_budget = self._by_budget
+        uniform = by_budget.uniform_index(budget) if by_budget else UNIFORM
+        return uniform + BY_HEAD if switched else uniform
+
+    def of_rows(self, rows: ResidencyPlan) -> npt.NDArray[np.int32]:
+        """`[num_rows]` indices of the rows of a batch of decodes."""
+        filled = rows.num_computed_tokens >= rows.budgets
+        switched = BY_HEAD if self._by_head else UNIFORM
+        indices = np.where(filled, switched, UNIFORM).astype(np.int32)
+        others = rows.budgets != self._budget
+        if self._by_request() is not None:
+            others |= filled
+        for i in np.flatnonzero(others).tolist():
+            budget = int(rows.budgets[i])
+            indices[i] = self.index(rows.request_ids[i], budget, bool(filled[i]))
+        return indices
+
+    def of_transition(
+        self, request_id: str, row: RowPlan, layers: list[ScoredLayer]
+    ) -> int:
+        """Index of the placement that a prompt's transition is to.
+
+        Where requests split their slots each in its own way, this one does so now.
+
+        Args:
+            request_id: The request.
+            row: Its counts.
+            layers: All evicting layers, with what the prompt's tokens have got.
+        """
+        by_request = self._by_request()
+        if by_request is not None:
+            num_tokens, group = row.prefill_end, layers[0].params.group
+            tokens = torch.arange(num_tokens)
+            queries = Queries(tokens, row.first_query, num_tokens, group)
+            states = [layer.state for layer in layers]
+            by_request.split(request_id, states, queries, row.budget)
+        return self.index(request_id, row.budget, row.prefill_end > row.budget)
