@@ -20,7 +20,7 @@ from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.merging import NO_THRESHOLD
 from vllm_h2o.policy.methods import Mean, Sum
-from vllm_h2o.policy.placement import Placement
+from vllm_h2o.policy.placement import Placement, lend_by_budget
 from vllm_h2o.policy.selection import select_residents
 
 NUM_BLOCKS = 24
@@ -301,6 +301,68 @@ def decode_splits(kernel, read, merge, apart=False):
             output[i] = part
         outputs.append(output)
     return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("read", "merge"), [(1.0, False), (0.5, False), (1.0, True)])
+def test_a_budget_that_grows_equals_reference(read, merge):
+    """Twice, in borrowed pages, beside a request that has its budget for good."""
+    expected = decode_growing(reference, read, merge)
+    for number in THREADS:
+        with threads(number):
+            actual = decode_growing(cpu, read, merge)
+        torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(actual[1], expected[1])
+
+
+def decode_growing(kernel, read, merge):
+    """`[steps, 2 rows, 9, 64]` attention of the first of three layers, and births."""
+    splits = [
+        [[2, 5, 1], [5, 1, 3], [2, 3, 5]],
+        [[3, 6, 1], [6, 3, 5], [3, 3, 6]],
+        [[7, 6, 3], [6, 7, 7], [5, 5, 8]],
+    ]
+    budgets, grows_at = [3, 4, 6], [100, 180]
+    config, pages_of_splits = H2OConfig(sinks=4), lend_by_budget(splits, budgets)
+    params = params_of(
+        mean=True, recent_slots=16, heavy_slots=32, read=read, merge=merge
+    )
+    caches = [make_cache(torch.float32, 3, 64, 16) for _ in splits[0]]
+    layers = [pages_of(cache, params) for cache in caches]
+    own = PlacementTable(layers, params.layout, most_blocks=[8] * 3, capacity=4)
+    before = None
+    for index, (blocks, budget) in enumerate(zip(splits, budgets, strict=True), 1):
+        placement = Placement.of_blocks(blocks, budget, config, 16)
+        pages = [
+            [mine[:n] for mine, n in zip(heads, counts, strict=True)]
+            for heads, counts in zip(pages_of_splits, blocks, strict=True)
+        ]
+        placement = replace(placement, pages=pages)
+        own.put(index, placement, before)
+        before = placement
+    params = replace(params, placements=own.parts()[0])
+    blocks = torch.tensor([[7, 3, 11, 1, 9, 4], [2, 6, 5, 0, 0, 0]], dtype=torch.int32)
+    index, grown_at = torch.zeros(2, dtype=torch.int32), torch.zeros(2).long()
+    generator, outputs = torch.Generator().manual_seed(5), []
+    for position in range(240):
+        if position == params.layout.budget:
+            index += 1
+            for row in blocks:
+                part_in_place(kernel, layers[0], row[:3], 1, params)
+        if position in grows_at:
+            kernel.order_rings(
+                [ScoredLayer(layers[0], {}, params)], blocks[0], int(index[0]),
+                position, int(grown_at[0]),
+            )  # fmt: skip
+            index[0], grown_at[0] = index[0] + 1, position
+        query = torch.randn(2, 9, 64, generator=generator).mul(2)
+        key, value = torch.randn(2, 2, 3, 64, generator=generator)
+        at, never = torch.full((2,), position), torch.zeros(2).long()
+        rows = ResidentRows(blocks, at, never, placements=index, grown_at=grown_at)
+        output = torch.full_like(query, float("nan"))
+        kernel.decode_resident(query, key, value, layers[0], rows, params, output)
+        outputs.append(output)
+    held = [7, 3, 11, 1, 9, 4, 2, 6, 5]
+    return torch.stack(outputs), torch.stack([pages.births[held] for pages in layers])
 
 
 def part_in_place(kernel, pages, blocks, index, params):

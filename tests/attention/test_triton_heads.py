@@ -13,11 +13,8 @@ from tests.attention.triton_heads import (
     params_of,
 )
 from tests.attention.triton_state import DEVICE, clone, content
-from vllm_h2o.attention.ops import reference
-from vllm_h2o.attention.ops.triton import (
-    copy_kept,
-    launch,
-)
+from vllm_h2o.attention.ops import ScoredLayer, reference
+from vllm_h2o.attention.ops.triton import copy_kept, launch, order_rings
 from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.policy.methods import Mean, Sum
 
@@ -35,6 +32,31 @@ def test_step_equals_reference(layer):
         not torch.equal(content(layers[i]), content(after[i])) for i in lenders
     )
     assert borrowed == (layer != 2)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_rows_whose_budget_has_grown(layer):
+    """In the step after that, while heads fill what they have got, and long after."""
+    positions, grown_at = [60, 61, 75, 92, 93, 140, 400, -1], [60, 60, 60, 60, 60, 99]
+    check_heads(layer, positions, grown_at=[*grown_at, 60, 60])
+
+
+@pytest.mark.parametrize(("num_tokens", "grown_at"), [(60, 0), (61, 40), (100, 60)])
+def test_rings_are_put_in_order(num_tokens, grown_at):
+    """Of heads that have filled theirs; the others' are."""
+    layers, table = make_layers(torch.float16, 64, 16, 1)
+    results = []
+    for op, device in ((reference.order_rings, "cpu"), (order_rings, DEVICE)):
+        own = [clone(pages, device) for pages in layers]
+        scored = [ScoredLayer(own[i], {}, params_of(own, i, 16)) for i in range(3)]
+        op(scored, table[0].to(device), BY_HEAD, num_tokens, grown_at)
+        results.append([content(clone(pages, "cpu")) for pages in own])
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+    assert any(
+        not torch.equal(mine, content(before))
+        for mine, before in zip(results[1], layers, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -102,7 +124,8 @@ def test_tables_reach_past_every_budget():
     """As wide in a layer whose heads all have less than the common budget."""
     layers, _ = make_layers(torch.float16, 64, 16, 1)
     sizes, columns, offsets, words = params_of(layers, 2, 16).head_tables
-    assert sizes.tolist() == [[48, 16, 0], [48, 16, 48], [32, 16, 0], [32, 16, 32]]
+    assert sizes[:2].tolist() == [[48, 16, 48, 0], [48, 16, 48, 48]]
+    assert sizes[2:].tolist() == [[32, 16, 16, 0], [32, 16, 16, 32]]
     assert columns.shape == offsets.shape == words.shape == (4, 5)
     assert columns[0].tolist() == [0, 1, 2, 3, 4] and not offsets[:2].any()
     params = params_of(layers, 0, 16)

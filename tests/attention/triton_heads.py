@@ -46,15 +46,30 @@ def make_layers(dtype, head_size, size, num_rows):
 def params_of(layers, layer, size, **options):
     layout = SlotLayout.of_blocks(CONFIG, size, BUDGET_BLOCKS)
     placement = Placement.of_blocks(BLOCKS, BUDGET_BLOCKS, CONFIG, size)
-    own = PlacementTable.of(layers, layout, placement).parts()[layer]
+    table = PlacementTable.of(layers, layout, placement)
+    before = [[max(n - 2, 1) for n in heads] for heads in BLOCKS]
+    before = Placement.of_blocks(before, BUDGET_BLOCKS, CONFIG, size)
+    table.put(BY_HEAD, placement, before)
+    own = table.parts()[layer]
     options = {"softcap": 0.0, "method": Mean()} | options
     return DecodeParams(layout, 0.17, placements=own, **options)
 
 
 def check_heads(
-    layer, positions, dtype=torch.float32, head_size=64, size=16, group=3, **how
+    layer,
+    positions,
+    dtype=torch.float32,
+    head_size=64,
+    size=16,
+    group=3,
+    grown_at=None,
+    **how,
 ):
-    """One step of both: outputs and the state of all layers agree."""
+    """One step of both: outputs and the state of all layers agree.
+
+    Heads have grown from two blocks less, at least one, where `grown_at` is not 0.
+    """
+    grown_at = torch.tensor(grown_at or [0] * len(positions))
     layers, table = make_layers(dtype, head_size, size, len(positions))
     generator = torch.Generator().manual_seed(1)
 
@@ -67,6 +82,7 @@ def check_heads(
     placements = torch.tensor(
         [BY_HEAD if p >= budget else UNIFORM for p in positions]
     ).int()
+    placements[grown_at > 0] = BY_HEAD
     rows = (table, torch.tensor(positions), torch.tensor([9] * len(positions)))
     results = []
     for op, device in ((reference.decode_resident, "cpu"), (decode_resident, DEVICE)):
@@ -75,7 +91,9 @@ def check_heads(
         query, key, value = (tensor.to(device) for tensor in tokens)
         output = torch.full_like(query, float("nan"))
         on_device = ResidentRows(
-            *(tensor.to(device) for tensor in rows), placements=placements.to(device)
+            *(tensor.to(device) for tensor in rows),
+            placements=placements.to(device),
+            grown_at=grown_at.to(device),
         )
         if op is decode_resident:
             most = int(params.placements.sizes[BY_HEAD, :, 0].sum())

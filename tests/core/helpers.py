@@ -27,7 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.models import SMOLLM2
 from vllm_h2o.core.manager import H2OManager, check_integrity
-from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.plan import NUM_COUNTS, ResidencyPlan, RowPlan
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import h2o_config, override
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -62,7 +62,7 @@ def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -
 
 def plan_of(rows: dict[str, RowPlan]) -> ResidencyPlan:
     """The plan of a step with these rows."""
-    counts = np.array(list(rows.values()), dtype=np.int64).reshape(-1, 5)
+    counts = np.array(list(rows.values()), dtype=np.int64).reshape(-1, NUM_COUNTS)
     return ResidencyPlan(list(rows), counts.T)
 
 

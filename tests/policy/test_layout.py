@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import SlotLayout, first_observer
+from vllm_h2o.policy.layout import SlotLayout, first_observer, place_of
 from vllm_h2o.policy.presets import PRESETS
 
 
@@ -100,3 +100,33 @@ def test_first_observer():
     assert first_observer(H2OConfig(observation_window="20%"), 101) == 80
     assert first_observer(H2OConfig(observation_window="1%"), 10) == 9
     assert first_observer(H2OConfig(observation_window="7%"), 100) == 93
+
+
+@given(
+    st.floats(0.0, 1.0),
+    st.integers(0, 4),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.lists(st.integers(0, 30), min_size=3, max_size=3),
+)
+def test_slots_of_a_budget_that_grows(ratio, sinks, steps, waits):
+    """A token takes the next free slot; if there is none, that of the oldest recent."""
+    config = H2OConfig(recent_ratio=ratio, sinks=sinks, budget=4096)
+    sizes = [sum(steps[: n + 1]) + 1 for n in range(len(steps))]
+    layouts = [SlotLayout.of_blocks(config, 8, blocks) for blocks in sizes]
+    slots, position, grown_at, before = [], 0, 0, 0
+    for layout, wait in zip(layouts, [*waits, 30], strict=False):
+        # A budget grows once it is full.
+        for _ in range(layout.budget - len(slots) + wait):
+            place = place_of(position, grown_at, before)
+            ring = slots[layout.heavy_slots :]
+            oldest = layout.heavy_slots + ring.index(min(ring)) if ring else 0
+            full = len(slots) == layout.budget
+            assert layout.slot(place) == (oldest if full else len(slots))
+            if full:
+                slots[oldest] = position
+            else:
+                slots.append(position)
+            position += 1
+        ring = sorted(slots[layout.heavy_slots :])
+        slots = slots[: layout.heavy_slots] + ring
+        grown_at, before = position, layout.budget

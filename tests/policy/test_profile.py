@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_h2o.policy.placement import lend
-from vllm_h2o.policy.profile import HeadProfile, allocate, gate_in_json
+from vllm_h2o.policy.placement import lend, lend_by_budget
+from vllm_h2o.policy.profile import (
+    HeadProfile,
+    Spending,
+    allocate,
+    gate_in_json,
+    spending_order,
+)
 
 GRID = [64, 128, 256, 512, 1024]
 
@@ -52,6 +58,50 @@ def test_every_kv_head_spends_its_sum_and_no_page_is_used_twice(
             # Own pages first and in order: what is there need not move.
             own = [(page.layer, page.column) for page in mine[:budget_blocks]]
             assert own == [(i, c) for c in range(min(wanted, budget_blocks))]
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(1e-9, 1.0), min_size=2, max_size=2), min_size=1, max_size=6
+    ),
+    st.lists(st.integers(2, 9), min_size=1, max_size=4),
+    st.integers(1, 2),
+)
+def test_a_larger_budget_takes_nothing_from_anybody(starts, steps, fewest):
+    """Whatever blocks are spent by, in stages; and no page moves."""
+    measured = profile(*[[falling(s) for s in layer] for layer in starts])
+    budgets = np.cumsum(steps).tolist()
+    stages = [
+        Spending(measured.stretched(96 * b, 32 * b), b, 3 * b, 3 * more)
+        for b, more in zip(budgets, steps, strict=True)
+    ]
+    order = spending_order(stages, 32, fewest)
+    split = [order.blocks(budget) for budget in budgets]
+    for blocks, budget in zip(split, budgets, strict=True):
+        assert (blocks.sum(axis=0) == len(starts) * budget).all()
+        assert (fewest <= blocks).all() and (blocks <= 3 * budget).all()
+    for before, after, more in zip(split, split[1:], steps[1:], strict=False):
+        assert (before <= after).all() and (after - before <= 3 * more).all()
+    pages = lend_by_budget([blocks.tolist() for blocks in split], budgets)
+    assert [len(mine) for layer in pages for mine in layer] == [*split[-1].flat]
+    for blocks, budget in zip(split, budgets, strict=True):
+        for head in range(2):
+            used = [
+                page
+                for layer, heads in enumerate(pages)
+                for page in heads[head][: blocks[layer, head]]
+            ]
+            assert len({*used}) == len(used) == len(starts) * budget
+            assert all(page.column < budget for page in used)
+    # Of the first stage all is as if it were alone, and of heads that are alone too.
+    assert split[0].tolist() == allocate(
+        stages[0].profile, 32, budgets[0], 3 * budgets[0], fewest
+    )
+    first = lend(split[0].tolist(), budgets[0])
+    for mine, expected in zip(sum(pages, []), sum(first, []), strict=True):
+        assert mine[: len(expected)] == expected
+    one = order.of_heads(slice(1, 2)).blocks(budgets[-1])
+    assert one[:, 0].tolist() == split[-1][:, 1].tolist()
 
 
 def test_blocks_go_where_the_error_falls():

@@ -209,6 +209,8 @@ class H2OMetadataBuilder(_Stock):
         if rows.placements is not None:
             placements = self.placements.of_rows(plan)
             async_tensor_h2d(placements, out=rows.placements[: len(placements)])
+            assert rows.grown_at is not None
+            async_tensor_h2d(plan.grown_at, out=rows.grown_at[: len(placements)])
         table, first = common.block_table_tensor[:num_rows], self.spec.dense_columns
         resident = table[:, first : first + self.layout.budget_blocks]
         if (plan.num_computed_tokens < first_queries).any():
@@ -240,6 +242,7 @@ class H2OMetadataBuilder(_Stock):
             return
         first = self.spec.dense_columns
         filled = rows.decodes & (rows.num_computed_tokens == rows.budgets)
+        filled &= rows.grown_at == 0
         for i in np.flatnonzero(filled).tolist():
             row = rows.row(i)
             used = row.budget // self.spec.block_size

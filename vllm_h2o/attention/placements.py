@@ -37,7 +37,8 @@ class PlacementTable:
         layers: Pages of all evicting layers.
         most_blocks: `[num_layers]` of a head, in any placement.
         capacity: How many placements there is room for.
-        sizes: `[num_layers, capacity, num_kv_heads, 2]` int64: budget, heavy slots.
+        sizes: `[num_layers, capacity, num_kv_heads, 3]` int64: budget, heavy slots, and
+            the budget before it grew to this one.
         order: `[num_layers, capacity, num_kv_heads]` int64 heads, those with the
             largest budget first.
         columns: `[num_layers, capacity, num_kv_heads, max(most_blocks)]` int32 resident
@@ -65,11 +66,13 @@ class PlacementTable:
         self.capacity = capacity
         self._placements: dict[int, Placement] = {}
         width = max(*most_blocks, layout.budget_blocks)
-        self.sizes = _zeros(np.int64, *shape, 2)
+        self.sizes = _zeros(np.int64, *shape, 3)
         self.order = _zeros(np.int64, *shape)
         self.columns = _zeros(np.int32, *shape, width)
         self.offsets = _zeros(np.int64, *shape, width)
-        self.sizes[:, UNIFORM] = torch.tensor([layout.budget, layout.heavy_slots])
+        self.sizes[:, UNIFORM] = torch.tensor(
+            [layout.budget, layout.heavy_slots, layout.budget]
+        )
         self.order[:, UNIFORM] = torch.arange(shape[2])
         self.columns[:, UNIFORM] = torch.arange(width)
 
@@ -95,14 +98,27 @@ class PlacementTable:
         """Each layer's part."""
         return [LayerPlacements(self, layer) for layer in range(len(self.layers))]
 
-    def put(self, index: int, placement: Placement) -> None:
-        """Write a placement, anywhere but at `UNIFORM`."""
+    def put(
+        self, index: int, placement: Placement, before: Placement | None = None
+    ) -> None:
+        """Write a placement, anywhere but at `UNIFORM`.
+
+        Args:
+            index: Where to.
+            placement: What.
+            before: What grows to it; None: nothing does.
+        """
         assert index != UNIFORM
         self._placements[index] = placement
         starts = [pages.keys.data_ptr() for pages in self.layers]
         sizes = [
-            [(layout.budget, layout.heavy_slots) for layout in layer]
-            for layer in placement.layouts
+            [
+                (layout.budget, layout.heavy_slots, held.budget)
+                for layout, held in zip(layer, before_it, strict=True)
+            ]
+            for layer, before_it in zip(
+                placement.layouts, (before or placement).layouts, strict=True
+            )
         ]
         self.sizes[:, index] = torch.tensor(sizes)
         budgets = self.sizes[:, index, :, 0]
@@ -275,6 +291,10 @@ class LayerPlacements:
         """`[num_kv_heads]` the slots of each head, by the placement at `index`."""
         return self.table.placement(index).layouts[self.layer]
 
+    def held(self, index: int, head: int) -> int:
+        """Slots that a head had before its budget grew to that at `index`."""
+        return int(self.sizes[index, head, 2])
+
     def pages(self, index: int) -> Sequence[Sequence[PageOf]]:
         """`[num_kv_heads][blocks of the head]` where they are."""
         return self.table.placement(index).pages[self.layer]
@@ -291,7 +311,7 @@ class LayerPlacements:
 
     @property
     def sizes(self) -> torch.Tensor:
-        """`[capacity, num_kv_heads, 2]`, see the table, as are the next three."""
+        """`[capacity, num_kv_heads, 3]`, see the table, as are the next three."""
         return self.table.sizes[self.layer]
 
     @property

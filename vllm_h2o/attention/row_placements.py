@@ -58,7 +58,7 @@ class RowPlacements:
 
     def of_rows(self, rows: ResidencyPlan) -> npt.NDArray[np.int32]:
         """`[num_rows]` indices of the rows of a batch of decodes."""
-        filled = rows.num_computed_tokens >= rows.budgets
+        filled = (rows.num_computed_tokens >= rows.budgets) | (rows.grown_at > 0)
         switched = BY_HEAD if self._by_head else UNIFORM
         indices = np.where(filled, switched, UNIFORM).astype(np.int32)
         others = rows.budgets != self._budget

@@ -33,6 +33,7 @@ class RowTensors:
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._first_queries = torch.zeros_like(self._positions)
         self._placements = torch.zeros_like(self._positions, dtype=torch.int32)
+        self._grown_at = torch.zeros_like(self._positions)
         self._logit_starts = torch.zeros_like(self._positions)
         self._block_table = torch.zeros(
             max_rows, budget_blocks, dtype=torch.int32, device=device
@@ -55,6 +56,7 @@ class RowTensors:
                 self._scratch,
                 self._placements[:num_rows] if self._has_placements else None,
                 self._logit_starts[:num_rows] if self._scratch is not None else None,
+                self._grown_at[:num_rows] if self._has_placements else None,
             )
         return self._views[num_rows]
 

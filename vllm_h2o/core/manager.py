@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from vllm_h2o.core.spec import H2OAttentionSpec
 
+_NEVER_GROWN = 0, 0, 0
+
 
 class H2OManager(FullAttentionManager):
     """Blocks of the requests in one group of H2O layers.
@@ -68,6 +70,7 @@ class H2OManager(FullAttentionManager):
         self._prefill_end: dict[str, int] = {}
         self._first_query: dict[str, int] = {}
         self._budget: dict[str, int] = {}
+        self._growth: dict[str, tuple[int, int, int]] = {}
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -126,6 +129,13 @@ class H2OManager(FullAttentionManager):
     def budgets(self, request_ids: Iterable[str]) -> list[int]:
         """Slots of a KV head on average, of each."""
         return [*map(self._budget.__getitem__, request_ids)]
+
+    def growths(self, request_ids: Sequence[str]) -> list[list[int]]:
+        """How the budget of each has last grown, the last fields of `RowPlan`."""
+        if not self._growth:
+            return [[0] * len(request_ids)] * 3
+        grown = [self._growth.get(name, _NEVER_GROWN) for name in request_ids]
+        return [[growth[field] for growth in grown] for field in range(3)]
 
     def stays_dense(self, request_id: str) -> bool:
         """Whether the request keeps its dense blocks.
@@ -274,6 +284,7 @@ class H2OManager(FullAttentionManager):
         self._prefill_end.pop(request_id, None)
         self._first_query.pop(request_id, None)
         self._budget.pop(request_id, None)
+        self._growth.pop(request_id, None)
         self._served.pop(request_id, None)
         self._releasing.discard(request_id)
         return super().pop_blocks_for_free(request_id)

@@ -20,6 +20,10 @@ class RowPlan(NamedTuple):
         first_query: Position of the first query that scores; the budget or
             `prefill_end` if none has to, because the request ends within that.
         budget: Slots of a KV head on average.
+        grown_at: Tokens of the sequence when its budget last grew, in the step that
+            computes the next one; 0: it never has.
+        grown_from: The budget that it then had.
+        grown_before: Tokens of the sequence when that had grown; 0: it had not.
     """
 
     num_computed_tokens: int
@@ -27,6 +31,9 @@ class RowPlan(NamedTuple):
     prefill_end: int
     first_query: int
     budget: int
+    grown_at: int = 0
+    grown_from: int = 0
+    grown_before: int = 0
 
     @property
     def stays_dense(self) -> bool:
@@ -57,6 +64,9 @@ class RowPlan(NamedTuple):
         return ends and not self.stays_dense
 
 
+NUM_COUNTS = len(RowPlan._fields)
+
+
 @dataclass(eq=False)
 class ResidencyPlan:
     """The scheduled requests of a step, and the counters up to this step.
@@ -66,14 +76,16 @@ class ResidencyPlan:
 
     Attributes:
         request_ids: The scheduled requests.
-        counts: `[5, num_requests]` int64, the fields of `RowPlan` by request.
+        counts: `[8, num_requests]` int64, the fields of `RowPlan` by request.
         stats: The counters by name.
         restarted: Requests whose prompt is going to be read again, though they neither
             finished nor were preempted: sessions that got their next turn.
     """
 
     request_ids: list[str] = field(default_factory=list)
-    counts: np.ndarray = field(default_factory=lambda: np.empty((5, 0), np.int64))
+    counts: np.ndarray = field(
+        default_factory=lambda: np.empty((NUM_COUNTS, 0), np.int64)
+    )
     stats: dict[str, int] = field(default_factory=dict)
     restarted: list[str] = field(default_factory=list)
 
@@ -84,7 +96,7 @@ class ResidencyPlan:
 
     @property
     def num_computed_tokens(self) -> np.ndarray:
-        """`[num_requests]` int64, as are the next four; see `RowPlan`."""
+        """`[num_requests]` int64, as are the next six; see `RowPlan`."""
         return self.counts[0]
 
     @property
@@ -106,6 +118,16 @@ class ResidencyPlan:
     def budgets(self) -> np.ndarray:
         """`[num_requests]` slots of a KV head on average."""
         return self.counts[4]
+
+    @property
+    def grown_at(self) -> np.ndarray:
+        """`[num_requests]` tokens when the budget last grew."""
+        return self.counts[5]
+
+    @property
+    def grown_from(self) -> np.ndarray:
+        """`[num_requests]` the budgets that had grown then."""
+        return self.counts[6]
 
     @property
     def decodes(self) -> np.ndarray:
@@ -140,7 +162,7 @@ def _unpickled(
     stats: dict[str, int],
     restarted: list[str],
 ) -> ResidencyPlan:
-    array = np.frombuffer(counts, np.int64).reshape(5, -1)
+    array = np.frombuffer(counts, np.int64).reshape(NUM_COUNTS, -1)
     return ResidencyPlan(request_ids, array, stats, restarted)
 
 

@@ -197,6 +197,7 @@ class H2OScheduler(AsyncScheduler):
             manager.prefill_ends(request_ids),
             manager.first_queries(request_ids),
             manager.budgets(request_ids),
+            *manager.growths(request_ids),
         ]
         plan = ResidencyPlan(request_ids, np.array(counts, dtype=np.int64))
         plan.restarted, self._restarted = self._restarted, []

@@ -129,11 +129,11 @@ class SlotLayout:
             return self.sinks
         return -(-self.sinks // self.block_size) * self.block_size
 
-    def slot(self, position: int) -> int:
-        """Slot that the token at `position` is written to."""
-        if position < self.heavy_slots:
-            return position
-        return self.heavy_slots + (position - self.heavy_slots) % self.recent_slots
+    def slot(self, place: int) -> int:
+        """Slot that a token is written to, by its place in the order of slots."""
+        if place < self.heavy_slots:
+            return place
+        return self.heavy_slots + (place - self.heavy_slots) % self.recent_slots
 
     def resident_tokens(self, num_tokens: int) -> int:
         """Tokens of a sequence of `num_tokens` that are still held."""
@@ -141,6 +141,21 @@ class SlotLayout:
             return min(num_tokens, self.budget)
         # The ring block being rewritten holds only its new tokens.
         return self.budget - (-num_tokens) % self.block_size
+
+
+def place_of(position: int, grown_at: int, held: int) -> int:
+    """Place of a token in the order in which a head's slots are filled.
+
+    It is the token's position, until the request's budget grows: then what the head
+    holds takes the first places, oldest last but for the heavy set, and what comes next
+    the places behind it.
+
+    Args:
+        position: Of the token.
+        grown_at: Tokens of the sequence when its budget last grew; 0: it never has.
+        held: What the head's budget was before that.
+    """
+    return position - grown_at + min(grown_at, held)
 
 
 def state_bytes(

@@ -84,22 +84,49 @@ def lend(
     Returns:
         `[num_layers][num_kv_heads][blocks]` pages, no page twice.
     """
-    num_layers, num_kv_heads = len(blocks), len(blocks[0])
-    pages = [
-        [
-            [PageOf(layer, column) for column in range(min(wanted, budget_blocks))]
-            for wanted in blocks[layer]
-        ]
-        for layer in range(num_layers)
-    ]
-    for head in range(num_kv_heads):
-        free = (
-            PageOf(layer, column)
-            for layer in range(num_layers)
-            for column in range(blocks[layer][head], budget_blocks)
-        )
-        for layer in range(num_layers):
-            mine = pages[layer][head]
-            while len(mine) < blocks[layer][head]:
-                mine.append(next(free))
+    return lend_by_budget([blocks], [budget_blocks])
+
+
+def lend_by_budget(
+    blocks: Sequence[Sequence[Sequence[int]]], budgets: Sequence[int]
+) -> list[list[list[PageOf]]]:
+    """Give every head the pages of the largest budget; of a smaller one the first.
+
+    The pages of a budget are in as many columns as it has blocks, so that a request
+    whose budget grows leaves everything where it is.
+
+    Args:
+        blocks: `[num_budgets][num_layers][num_kv_heads]` pages wanted, see `lend`; of a
+            larger budget no head wants less.
+        budgets: Resident blocks of a request, ascending.
+
+    Returns:
+        See `lend`; of the smallest budget they are the same.
+    """
+    pages: list[list[list[PageOf]]] = [[[] for _ in layer] for layer in blocks[0]]
+    for head in range(len(blocks[0][0])):
+        mine, first = [layer[head] for layer in pages], 0
+        for wanted, budget in zip(blocks, budgets, strict=True):
+            _deal(mine, [layer[head] for layer in wanted], range(first, budget))
+            first = budget
     return pages
+
+
+def _deal(pages: list[list[PageOf]], wanted: Sequence[int], columns: range) -> None:
+    """Deal the pages of some columns to the heads of one index, by layer.
+
+    Args:
+        pages: `[num_layers]` what each has, appended to.
+        wanted: `[num_layers]` how many each is to have.
+        columns: Whose pages are dealt.
+    """
+    free: list[PageOf] = []
+    for layer, (mine, count) in enumerate(zip(pages, wanted, strict=True)):
+        own = [PageOf(layer, column) for column in columns]
+        lacking = count - len(mine)
+        mine += own[:lacking]
+        free += own[lacking:]
+    borrowed = iter(free)
+    for mine, count in zip(pages, wanted, strict=True):
+        while len(mine) < count:
+            mine.append(next(borrowed))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,98 @@ def gate_in_json(weights: npt.ArrayLike, explained: float) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class SpendingOrder:
+    """The order in which the KV heads of each index get a request's blocks.
+
+    Every larger budget gives each head what a smaller one does, and more: a budget's
+    split is where spending has come to.
+
+    Attributes:
+        num_layers: Heads of an index, one in each layer that evicts.
+        fewest: Blocks that every head has before spending begins.
+        layers: `[num_kv_heads, n]` int32, the layer whose head gets the next block.
+    """
+
+    num_layers: int
+    fewest: int
+    layers: npt.NDArray[np.int32]
+
+    def of_heads(self, kv_heads: slice) -> SpendingOrder:
+        """The order of some of the KV heads, such as a rank's."""
+        return SpendingOrder(self.num_layers, self.fewest, self.layers[kv_heads])
+
+    def blocks(self, budget_blocks: int) -> npt.NDArray[np.int64]:
+        """`[num_layers, num_kv_heads]` blocks of a budget.
+
+        Args:
+            budget_blocks: Of a head on average.
+        """
+        spent = self.num_layers * (budget_blocks - self.fewest)
+        counts = [
+            np.bincount(layers[:spent], minlength=self.num_layers)
+            for layers in self.layers
+        ]
+        return np.stack(counts, axis=1) + self.fewest
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What blocks are spent by, up to a budget.
+
+    Attributes:
+        profile: The errors.
+        budget_blocks: Blocks of a head on average at its end.
+        max_blocks: Blocks of the longest sequence; no head gets more.
+        more_blocks: That a head gets at most beyond those that it had before; None: as
+            many as it likes.
+    """
+
+    profile: HeadProfile
+    budget_blocks: int
+    max_blocks: int
+    more_blocks: int | None = None
+
+
+def spending_order(
+    stages: Sequence[Spending], block_size: int, fewest_blocks: int
+) -> SpendingOrder:
+    """Spend `num_layers * budget_blocks` blocks per KV head where errors fall most.
+
+    Heads of the same index in different layers share: so every tensor-parallel
+    rank has its own sum, and TP=n gives TP=1's budgets.
+
+    Args:
+        stages: One after the other, each from where the one before has come to; their
+            budgets and longest sequences ascend.
+        block_size: Tokens per block.
+        fewest_blocks: No head gets less.
+    """
+    num_layers, num_kv_heads = (
+        stages[0].profile.num_layers,
+        stages[0].profile.num_kv_heads,
+    )
+    given = [[fewest_blocks] * num_layers for _ in range(num_kv_heads)]
+    order: list[list[int]] = [[] for _ in range(num_kv_heads)]
+    for stage in stages:
+        profile, most = stage.profile, max(stage.max_blocks, fewest_blocks)
+        # Nothing falls any more past what was measured.
+        measured = -(-profile.grid_tokens[-1] // block_size)
+        end = max(min(most, measured), *map(max, given), fewest_blocks)
+        counts = range(fewest_blocks, end + 1)
+        total = num_layers * stage.budget_blocks
+        for head in range(num_kv_heads):
+            curves = [
+                _curve(profile.grid_tokens, layer[head], block_size, counts)
+                for layer in profile.errors
+            ]
+            caps = [most] * num_layers
+            if stage.more_blocks is not None:
+                caps = [min(most, n + stage.more_blocks) for n in given[head]]
+            order[head] += _spend(curves, total, fewest_blocks, caps, given[head])
+    return SpendingOrder(num_layers, fewest_blocks, np.array(order, np.int32))
+
+
 def allocate(
     profile: HeadProfile,
     block_size: int,
@@ -231,34 +324,10 @@ def allocate(
     max_blocks: int,
     fewest_blocks: int,
 ) -> list[list[int]]:
-    """Spend `num_layers * budget_blocks` blocks per KV head where errors fall most.
-
-    Heads of the same index in different layers share: so every tensor-parallel
-    rank has its own sum, and TP=n gives TP=1's budgets.
-
-    Args:
-        profile: The errors.
-        block_size: Tokens per block.
-        budget_blocks: Blocks of a head on average.
-        max_blocks: Blocks of the longest sequence; no head gets more.
-        fewest_blocks: No head gets less.
-
-    Returns:
-        `[num_layers][num_kv_heads]` blocks.
-    """
-    most = max(max_blocks, fewest_blocks)
-    # Nothing falls any more past what was measured.
-    measured = -(-profile.grid_tokens[-1] // block_size)
-    counts = range(fewest_blocks, max(min(most, measured), fewest_blocks) + 1)
-    columns = []
-    for head in range(profile.num_kv_heads):
-        curves = [
-            _curve(profile.grid_tokens, layer[head], block_size, counts)
-            for layer in profile.errors
-        ]
-        total = profile.num_layers * budget_blocks
-        columns.append(_spend(curves, total, fewest_blocks, most))
-    return [list(layer) for layer in zip(*columns, strict=True)]
+    """`[num_layers][num_kv_heads]` blocks of one budget; see `spending_order`."""
+    spending = Spending(profile, budget_blocks, max_blocks)
+    order = spending_order([spending], block_size, fewest_blocks)
+    return order.blocks(budget_blocks).tolist()
 
 
 def _curve(
@@ -271,17 +340,29 @@ def _curve(
     return np.minimum.accumulate(np.exp(logs))
 
 
-def _spend(curves: list[Curve], total: int, fewest: int, most: int) -> list[int]:
-    """Blocks per curve, `total` together: the steepest average fall goes first.
-
-    A curve starts at `fewest` blocks, none gets more than `most`.
+def _spend(
+    curves: list[Curve], total: int, fewest: int, most: list[int], given: list[int]
+) -> list[int]:
+    """The curves that get a block, one after the other: the steepest fall goes first.
 
     Looking ahead over several blocks is what makes a greedy choice right where a
     curve falls late.
+
+    Args:
+        curves: From `fewest` blocks on.
+        total: Blocks of all curves together at the end.
+        fewest: Where the curves start.
+        most: No curve gets more than its own.
+        given: Blocks of each curve, updated in place.
     """
-    given = [fewest] * len(curves)
+    order: list[int] = []
     left = total - sum(given)
-    falls = [_steepest(curve, 0, left) for curve in curves]
+
+    def steepest(i: int) -> tuple[float, int]:
+        room = min(left, most[i] - given[i])
+        return _steepest(curves[i], given[i] - fewest, room)
+
+    falls = [steepest(i) for i in range(len(curves))]
     while left > 0:
         choice = max(range(len(curves)), key=lambda i: falls[i][0])
         fall, step = falls[choice]
@@ -289,11 +370,19 @@ def _spend(curves: list[Curve], total: int, fewest: int, most: int) -> list[int]
             break
         given[choice] += step
         left -= step
-        for i, curve in enumerate(curves):
+        order += [choice] * step
+        for i in range(len(curves)):
             if i == choice or falls[i][1] > left:
-                falls[i] = _steepest(curve, given[i] - fewest, left)
-    _spread(given, left, most)
-    return given
+                falls[i] = steepest(i)
+    while left > 0:  # what no curve wants: the poorest first
+        able = [i for i in range(len(curves)) if given[i] < most[i]]
+        if not able:
+            break
+        poorest = min(able, key=given.__getitem__)
+        given[poorest] += 1
+        left -= 1
+        order.append(poorest)
+    return order
 
 
 def _steepest(curve: Curve, start: int, most: int) -> tuple[float, int]:
@@ -304,10 +393,3 @@ def _steepest(curve: Curve, start: int, most: int) -> tuple[float, int]:
     falls = (curve[start] - errors) / np.arange(1, len(errors) + 1)
     step = int(falls.argmax())
     return float(falls[step]), step + 1
-
-
-def _spread(given: list[int], left: int, most: int) -> None:
-    """Hand out what no curve wants, the poorest first."""
-    while left > 0 and min(given) < most:
-        given[given.index(min(given))] += 1
-        left -= 1

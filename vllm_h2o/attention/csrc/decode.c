@@ -48,9 +48,11 @@ typedef struct {
     const int64_t *positions;     /* [num_rows] position of the new token */
     const int64_t *first_queries; /* [num_rows] first query that scores */
     const int32_t *placements;    /* [num_rows] in the tables below; NULL: all 0 */
+    const int64_t *grown_at;      /* [num_rows] tokens when a row's budget last grew */
     /* How heads split slots, by placement; all NULL for none. Of 0 only the order is
      * read: there all have `budget` and `heavy_slots`, in blocks of their own. */
-    const int64_t *head_layouts;  /* [.][num_kv_heads][2] budget, heavy slots */
+    const int64_t *head_sizes;    /* [.][num_kv_heads][3] budget, heavy slots, the
+                                   * budget before it grew to this one */
     const int64_t *head_offsets;  /* [.][num_kv_heads][head_blocks] see h2o_slots */
     const int32_t *head_columns;  /* [.][num_kv_heads][head_blocks] */
     const int64_t *head_order;    /* [.][num_kv_heads] the largest budget first */
@@ -109,7 +111,8 @@ typedef struct {
     const int64_t *offset; /* NULL: the own page of block i */
     const int32_t *column;
     int64_t head, budget, heavy_slots;
-    int64_t position, first_query, slot;
+    int64_t position, first_query;
+    int64_t place, slot; /* the place in the order of slots: policy/layout.py::place_of */
 } h2o_slots;
 
 /* Whether the row's query scores. */
@@ -127,19 +130,23 @@ static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
                    .budget = a->budget,
                    .heavy_slots = a->heavy_slots,
                    .position = a->positions[row],
+                   .place = a->positions[row],
                    .first_query = a->first_queries[row]};
     const int64_t placement = h2o_placement_of(a, row);
     if (placement) {
         const int64_t at = placement * a->num_kv_heads + head;
-        r.budget = a->head_layouts[2 * at];
-        r.heavy_slots = a->head_layouts[2 * at + 1];
+        const int64_t *sizes = a->head_sizes + 3 * at;
+        r.budget = sizes[0];
+        r.heavy_slots = sizes[1];
         r.offset = a->head_offsets + at * a->head_blocks;
         r.column = a->head_columns + at * a->head_blocks;
+        const int64_t grown_at = a->grown_at ? a->grown_at[row] : 0;
+        r.place -= grown_at - (grown_at < sizes[2] ? grown_at : sizes[2]);
     }
-    r.slot = r.position < r.heavy_slots
-                 ? r.position
+    r.slot = r.place < r.heavy_slots
+                 ? r.place
                  : r.heavy_slots +
-                       (r.position - r.heavy_slots) % (r.budget - r.heavy_slots);
+                       (r.place - r.heavy_slots) % (r.budget - r.heavy_slots);
     return r;
 }
 
@@ -324,6 +331,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 
 #define NAME h2o_decode_float32
 #define COPY_KEPT h2o_copy_kept_float32
+#define ORDER_RINGS h2o_order_rings_float32
 #define OBSERVE h2o_observe_float32
 #define GATE h2o_gate_float32
 #define ELEM float
@@ -339,6 +347,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 
 #define NAME h2o_decode_bfloat16
 #define COPY_KEPT h2o_copy_kept_bfloat16
+#define ORDER_RINGS h2o_order_rings_bfloat16
 #define OBSERVE h2o_observe_bfloat16
 #define GATE h2o_gate_bfloat16
 #define ELEM uint16_t
@@ -355,6 +364,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #ifdef __FLT16_MANT_DIG__ /* gcc before 12 has no _Float16 on x86 */
 #define NAME h2o_decode_float16
 #define COPY_KEPT h2o_copy_kept_float16
+#define ORDER_RINGS h2o_order_rings_float16
 #define OBSERVE h2o_observe_float16
 #define GATE h2o_gate_float16
 #define ELEM _Float16

@@ -4,6 +4,7 @@
  *   ELEM        storage type of query, key, value, cache and output
  *   NAME        name of the exported function
  *   COPY_KEPT   name of the exported function that compresses a request
+ *   ORDER_RINGS name of the exported function that puts its recent tokens in order
  *   TO_F32(x)   ELEM -> float
  *   FROM_F32(x) float -> ELEM
  *   LOAD(from)  H2O_LANES ELEMs -> vector of floats
@@ -12,7 +13,7 @@
  *
  * Formula, per row with new position p and KV head g (query heads h of g):
  *   score(s)  = attention[s], for mean attention[s] / (p - max(birth[s], first_query))
- *   graduate  : if p >= budget, the token in slot(p) replaces the heavy slot of
+ *   graduate  : if place(p) >= budget, the token in slot(p) replaces the heavy slot of
  *               lowest score (ties: oldest) if its score is strictly higher
  *   write     : K, V of the new token -> slot(p), attention 0, birth p
  *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
@@ -288,8 +289,8 @@ static inline __attribute__((always_inline)) void FN(accumulate_page)(
 static inline int64_t FN(valid_slots)(const h2o_decode_args *a, const h2o_slots *r,
                                       int64_t block) {
     const int64_t bs = a->block_size;
-    if (r->position < r->budget) {
-        const int64_t left = r->position + 1 - block * bs;
+    if (r->place < r->budget) {
+        const int64_t left = r->place + 1 - block * bs;
         return left < bs ? left : bs;
     }
     if (a->whole_blocks && block == r->slot / bs) return r->slot % bs + 1;
@@ -452,11 +453,11 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
     scratch += 2 * (a->largest_budget / bs);
     h2o_lost lost = {.key = scratch, .value = scratch + hs, .cosine = -FLT_MAX};
     if (a->merges) scratch += 2 * hs;
-    const int merging = H2O_TRACKS && a->merges && r->position >= r->budget;
-    if (H2O_TRACKS && r->position >= r->budget) {
+    const int merging = H2O_TRACKS && a->merges && r->place >= r->budget;
+    if (H2O_TRACKS && r->place >= r->budget) {
         if (!a->whole_blocks)
             FN(graduate_token)(a, r, &lost);
-        else if (r->position % bs == 0)
+        else if (r->place % bs == 0)
             FN(graduate_block)(a, r);
     }
     FN(write)(a, r, (const ELEM *)a->key + row * a->key_stride + head * hs,
@@ -599,5 +600,61 @@ int COPY_KEPT(const h2o_transition_args *c, int64_t num_layers) {
     reduction(| : failed) schedule(dynamic)
     for (int64_t i = 0; i < num_layers * heads; ++i)
         failed |= FN(copy_kept_head)(c + i / heads, i % heads);
+    return failed;
+}
+
+/* A token between its slot and the place of index t in `staged`, which is a page of
+ * one head with `count` slots whose keys are rows. */
+static inline void FN(move_staged)(const h2o_decode_args *a, FN(page) page, int64_t i,
+                                   FN(page) staged, int64_t t, const int back) {
+    const int64_t bs = a->block_size, hs = a->head_size;
+    ELEM *key = staged.key + t * hs, *value = staged.value + t * hs;
+    if (back) {
+        for (int64_t d = 0; d < hs; ++d) page.key[d * bs + i] = key[d];
+        memcpy(page.value + i * hs, value, hs * sizeof(ELEM));
+        page.attention[i] = staged.attention[t];
+        page.birth[i] = staged.birth[t];
+        if (a->merges) page.inverse_norm[i] = staged.inverse_norm[t];
+        return;
+    }
+    for (int64_t d = 0; d < hs; ++d) key[d] = page.key[d * bs + i];
+    memcpy(value, page.value + i * hs, hs * sizeof(ELEM));
+    staged.attention[t] = page.attention[i];
+    staged.birth[t] = page.birth[i];
+    if (a->merges) staged.inverse_norm[t] = page.inverse_norm[i];
+}
+
+/* The ring of row 0, whose new token would be written over the oldest. Its pages join
+ * the heavy set when the budget grows, and get their bounds here. */
+static int FN(order_ring)(const h2o_decode_args *a, int64_t head) {
+    const int64_t bs = a->block_size, hs = a->head_size;
+    const h2o_slots slots = h2o_slots_of(a, 0, head), *r = &slots;
+    const int64_t count = r->budget - r->heavy_slots, oldest = r->slot - r->heavy_slots;
+    if (r->place < r->budget) return 0;
+    float *state = malloc(count * (2 * hs * sizeof(ELEM) + 3 * sizeof(float)));
+    if (!state) return 1;
+    FN(page) staged = {.attention = state,
+                       .birth = (int32_t *)(state + count),
+                       .inverse_norm = state + 2 * count,
+                       .key = (ELEM *)(state + 3 * count)};
+    staged.value = staged.key + count * hs;
+    for (int back = 0; back < 2; ++back)
+        for (int64_t t = 0; t < count; ++t) {
+            const int64_t s = r->heavy_slots + (back ? t : (oldest + t) % count);
+            FN(move_staged)(a, FN(page_of)(a, r, s / bs), s % bs, staged, t, back);
+        }
+    free(state);
+    for (int64_t b = r->heavy_slots / bs; a->read < 1.0 && b < r->budget / bs; ++b)
+        FN(set_bound)(a, FN(page_of)(a, r, b), bs);
+    return 0;
+}
+
+int ORDER_RINGS(const h2o_transition_args *c, int64_t num_layers) {
+    const int64_t heads = c->target.num_kv_heads;
+    int failed = 0;
+#pragma omp parallel for num_threads(c->target.num_threads) \
+    reduction(| : failed) schedule(dynamic)
+    for (int64_t i = 0; i < num_layers * heads; ++i)
+        failed |= FN(order_ring)(&c[i / heads].target, i % heads);
     return failed;
 }

@@ -59,7 +59,7 @@ static inline int64_t FN(list_pages)(const h2o_decode_args *a, const h2o_slots *
                                      const ELEM *query, int64_t group, int64_t *list,
                                      float *scratch) {
     const int64_t bs = a->block_size;
-    const int64_t length = r->position < r->budget ? r->position + 1 : r->budget;
+    const int64_t length = r->place < r->budget ? r->place + 1 : r->budget;
     const int64_t num_blocks = (length + bs - 1) / bs;
     const FN(choice) pages = FN(choice_of)(a, r);
     const int64_t others = pages.end - pages.first;

@@ -1,5 +1,6 @@
 /* Clears what decode.h, observe.h and gate.h were included with, for the next type. */
 #undef COPY_KEPT
+#undef ORDER_RINGS
 #undef OBSERVE
 #undef GATE
 #undef FN

@@ -95,6 +95,28 @@ class Kernels(Protocol):
         """
         ...
 
+    def order_rings(
+        self,
+        layers: Sequence[ScoredLayer],
+        blocks: torch.Tensor,
+        placement: int,
+        num_tokens: int,
+        grown_at: int,
+    ) -> None:
+        """Put the ring's tokens into its slots in the order of their births.
+
+        For a request whose budget is about to grow, in each KV head: what it holds then
+        has the places that `policy.layout.place_of` says.
+
+        Args:
+            layers: The layers; their state is not used.
+            blocks: `[>= budget_blocks]` int32 resident blocks of the request.
+            placement: Index of how its slots are split until now.
+            num_tokens: Of the sequence.
+            grown_at: Of them when the budget grew before; 0: it has not.
+        """
+        ...
+
     def start(
         self,
         pages: Pages,

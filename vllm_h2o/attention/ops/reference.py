@@ -21,7 +21,7 @@ from vllm_h2o.attention.ops.types import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import UNIFORM
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.layout import SlotLayout, place_of
 from vllm_h2o.policy.merging import NO_THRESHOLD, merged
 from vllm_h2o.policy.methods import Queries, State
 from vllm_h2o.policy.prompt_attention import tiles
@@ -152,6 +152,24 @@ def copy_kept(
             target.put(what, slots, content)
     if merges is not None:
         put_merged(pages, target_blocks, placement, kept, merges, params)
+
+
+def order_rings(
+    layers: Sequence[ScoredLayer],
+    blocks: torch.Tensor,
+    placement: int,
+    num_tokens: int,
+    grown_at: int,
+) -> None:
+    """See `Kernels.order_rings`."""
+    counts = [torch.tensor([n]) for n in (num_tokens, 0, placement, grown_at)]
+    position, first_query, index, grown = counts
+    rows = ResidentRows(
+        blocks[None], position, first_query, placements=index, grown_at=grown
+    )
+    for layer in layers:
+        for head in range(layer.pages.keys.shape[1]):
+            _Resident(layer.pages, rows, 0, head, layer.params).order_ring()
 
 
 def _rows_of_slots(blocks: torch.Tensor, placement: int) -> ResidentRows:
@@ -328,7 +346,13 @@ class _Resident:
             self.places = [
                 (own.layers[page.layer], blocks[page.column]) for page in held
             ]
-        self.slot = self.layout.slot(self.position)
+        grown_at = 0 if rows.grown_at is None else int(rows.grown_at[row])
+        before = self.layout.budget
+        if grown_at:
+            assert params.placements is not None
+            before = params.placements.held(placement, head)
+        self.place = place_of(self.position, grown_at, before)
+        self.slot = self.layout.slot(self.place)
 
     @property
     def scores_now(self) -> bool:
@@ -381,7 +405,7 @@ class _Resident:
         """
         layout = self.layout
         unit = layout.block_size if layout.whole_blocks else 1
-        if self.position < layout.budget or self.position % unit:
+        if self.place < layout.budget or self.place % unit:
             return None
         within = torch.arange(unit)
         leaving = self.slot + within
@@ -406,6 +430,15 @@ class _Resident:
         if self.scores(leaving).sum() > lowest:
             return heavy[::unit][births.argmin()] + torch.arange(unit)
         return leaving
+
+    def order_ring(self) -> None:
+        """Put the ring's tokens into its slots in the order of their births."""
+        layout, oldest = self.layout, self.slot - self.layout.heavy_slots
+        if self.place < layout.budget:
+            return  # Nothing has been written over: they are.
+        ring = torch.arange(layout.recent_slots)
+        by_age = (oldest + ring) % layout.recent_slots
+        self.copy(layout.heavy_slots + by_age, layout.heavy_slots + ring)
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the new token into its slot."""
@@ -439,8 +472,8 @@ class _Resident:
     def occupied(self) -> torch.Tensor:
         """Slots that hold a token."""
         layout = self.layout
-        slots = torch.arange(min(self.position + 1, layout.budget))
-        if layout.whole_blocks and self.position >= layout.budget:
+        slots = torch.arange(min(self.place + 1, layout.budget))
+        if layout.whole_blocks and self.place >= layout.budget:
             size = layout.block_size
             stale = (slots // size == self.slot // size) & (slots > self.slot)
             slots = slots[~stale]

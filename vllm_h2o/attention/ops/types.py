@@ -36,6 +36,9 @@ class ResidentRows:
             `PlacementTable`; None: `UNIFORM` for all.
         logit_starts: `[num_rows]` int64 slots of KV heads in the scratch before a
             row's own; None: as many for each as a row could have.
+        grown_at: `[num_rows]` int64 tokens of the sequence when its budget last grew,
+            see `policy.layout.place_of`; 0: it never has, as all whose placement is
+            `UNIFORM`; None: no row's has.
     """
 
     block_table: torch.Tensor
@@ -44,6 +47,7 @@ class ResidentRows:
     scratch: Any = None
     placements: torch.Tensor | None = None
     logit_starts: torch.Tensor | None = None
+    grown_at: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +109,8 @@ class DecodeParams:
         Returns:
             None where all heads have the same budget, else, with a row for each KV head
             of each placement,
-            `sizes`: `[rows, 3]` int32 budget, heavy slots, and the budgets of the KV
-            heads of the placement before this one;
+            `sizes`: `[rows, 4]` int32 budget, heavy slots, the budget before it grew to
+            this one, and the budgets of the KV heads of the placement before this one;
             `columns`: `[rows, most blocks]` int32 resident block of each page;
             `kv_offsets`, `state_offsets`: of the same shape, int64, from our pages
             to the lender's in elements of K and V, and in 4-byte words, all

@@ -35,8 +35,8 @@ from vllm_h2o.policy.methods import State
 
 __all__ = [
     "CAPABILITIES", "FORMS", "Selection", "attend_observed", "build", "check_supported",
-    "copy_kept", "decode_resident", "observe", "score_by_gate", "select", "start",
-    "transition",
+    "copy_kept", "decode_resident", "observe", "order_rings", "score_by_gate", "select",
+    "start", "transition",
 ]  # fmt: skip
 
 CAPABILITIES = frozenset(Capability) - {Capability.TORCH}
@@ -81,6 +81,10 @@ def decode_resident(
     if placements is not None:
         assert placements.dtype == torch.int32 and placements.is_contiguous()
         args.placements = placements.data_ptr()
+        if rows.grown_at is not None:
+            assert rows.grown_at.dtype == torch.int64
+            assert rows.grown_at.is_contiguous()
+            args.grown_at = rows.grown_at.data_ptr()
     args.num_rows = num_rows
     args.num_heads = num_heads
     args.query_stride = query.stride(0)
@@ -203,6 +207,28 @@ def copy_kept(
         args.in_place = source == target
     function = _function("copy_kept", layers[0].pages.keys.dtype)
     _run(function, "copy_kept", selection.args)
+
+
+def order_rings(
+    layers: Sequence[ScoredLayer],
+    blocks: torch.Tensor,
+    placement: int,
+    num_tokens: int,
+    grown_at: int,
+) -> None:
+    """See `Kernels.order_rings`."""
+    assert blocks.dtype == torch.int32 and blocks.stride(0) == 1
+    counts = torch.tensor([num_tokens, grown_at])
+    index = torch.tensor([placement], dtype=torch.int32)
+    all_args = (TransitionArgs * len(layers))()
+    for args, layer in zip(all_args, layers, strict=True):
+        args.target = layer_args(layer.pages, layer.params, DecodeArgs)
+        args.target.block_table = blocks.data_ptr()
+        args.target.positions = args.target.first_queries = counts[:1].data_ptr()
+        args.target.placements = index.data_ptr()
+        args.target.grown_at = counts[1:].data_ptr()
+    function = _function("order_rings", layers[0].pages.keys.dtype)
+    _run(function, "order_rings", all_args)
 
 
 def _run(function: Any, name: str, args: ctypes.Array[Any]) -> None:

@@ -34,7 +34,8 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = _fields(
         "query key value output cache block_table positions first_queries placements "
-        "head_layouts head_offsets head_columns head_order",
+        "grown_at "
+        "head_sizes head_offsets head_columns head_order",
         "num_rows num_heads num_kv_heads head_size block_size "
         "query_stride key_stride value_stride output_stride "
         "block_table_stride page_stride state_offset "
@@ -135,7 +136,7 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> DecodeArgs:
     assert pages.page_stride >= pages.state_offset + needed, "a page is too small"
     if own is not None:
         assert not layout.whole_blocks
-        args.head_layouts = own.sizes.data_ptr()
+        args.head_sizes = own.sizes.data_ptr()
         args.head_offsets = own.offsets.data_ptr()
         args.head_columns = own.columns.data_ptr()
         args.head_order = own.order.data_ptr()

@@ -6,6 +6,7 @@ Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 
 from vllm_h2o.attention.ops.reference import attend_observed, start
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
+from vllm_h2o.attention.ops.triton.growth import order_rings
 from vllm_h2o.attention.ops.triton.launch import (
     CAPABILITIES,
     FORMS,
@@ -30,6 +31,7 @@ __all__ = [
     "copy_kept",
     "decode_resident",
     "observe",
+    "order_rings",
     "score_by_gate",
     "slots_with_logits",
     "start",

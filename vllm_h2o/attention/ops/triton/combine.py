@@ -11,6 +11,7 @@ from vllm_h2o.attention.ops.triton.slots import (
     is_occupied,
     logits_before,
     page_offsets,
+    place_of,
     places_of,
     sizes_of,
     slot_of,
@@ -21,7 +22,7 @@ from vllm_h2o.attention.ops.triton.slots import (
 def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    table, table_stride, heads, positions, first_queries, placements,
+    table, table_stride, heads, positions, first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
     losers, leaving_attention,
     score_decay, head_blocks, max_splits, split_slots,
@@ -62,8 +63,9 @@ def combine_kernel(
     if heads is not None:
         entry = tl.load(placements + row) * NUM_KV_HEADS + head
     heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
-    slot = slot_of(position, heavy, budget)
-    length = tl.minimum(position + 1, budget)
+    place = place_of(position, heads, entry, grown_at, row)
+    slot = slot_of(place, heavy, budget)
+    length = tl.minimum(place + 1, budget)
     table += row.to(tl.int64) * table_stride
     places, state = (table, None, None), (table, None, None)
     if heads is not None:
@@ -87,7 +89,7 @@ def combine_kernel(
                 attention, state_strides, state, logits + first * GROUP,
                 partial_maxima + first_partial, partial_sums + first_partial,
                 losers + item, leaving_attention + item, score_decay,
-                part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, position,
+                part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, place,
                 slot, budget, length, GROUP, BLOCK_SIZE, UNIT, COMPETES,
                 BLOCK_G, BLOCK_P,
             )  # fmt: skip
@@ -135,7 +137,7 @@ def merge_head(
 @triton.jit
 def update_scores(
     attention, state_strides, state, logits, partial_maxima, partial_sums,
-    loser, leaving_attention, score_decay, slots, num_splits, head, position, slot,
+    loser, leaving_attention, score_decay, slots, num_splits, head, place, slot,
     budget, length, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -153,7 +155,7 @@ def update_scores(
     maximum = tl.max(maxima, axis=1)
     total = tl.sum(sums * tl.exp(maxima - maximum[:, None]), axis=1)
 
-    held = is_occupied(slots, position, slot, budget, UNIT)
+    held = is_occupied(slots, place, slot, budget, UNIT)
     z = tl.load(
         logits + g[:, None] * length + slots[None, :],
         mask=in_group[:, None] & held[None, :],

@@ -10,6 +10,7 @@ from vllm_h2o.attention.ops.triton.slots import (
     is_occupied,
     logits_before,
     page_offsets,
+    place_of,
     places_of,
     sizes_of,
     slot_of,
@@ -28,7 +29,7 @@ VARYING = ["head_blocks", "max_splits"]
 def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    table, table_stride, heads, positions, first_queries, placements,
+    table, table_stride, heads, positions, first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
     losers, leaving_attention,
     scale, softcap, head_blocks, max_splits, split_slots,
@@ -65,20 +66,21 @@ def attend_kernel(
     if heads is not None:
         entry = tl.load(placements + row) * NUM_KV_HEADS + head
     heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
+    place = place_of(position, heads, entry, grown_at, row)
     start = split * split_slots
-    end = tl.minimum(start + split_slots, tl.minimum(position + 1, budget))
+    end = tl.minimum(start + split_slots, tl.minimum(place + 1, budget))
     if start >= end:
         return
     table += row.to(tl.int64) * table_stride
     places, state = (table, None, None), (table, None, None)
     if heads is not None:
         places, state = places_of(table, heads, entry, head_blocks)
-    slot = slot_of(position, heavy, budget)
+    slot = slot_of(place, heavy, budget)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
 
     loser = tl.full((), NOBODY, tl.int32)
     if COMPETES:
-        graduates = (position >= budget) & (position % UNIT == 0)
+        graduates = (place >= budget) & (place % UNIT == 0)
         if graduates & (start < heavy):
             loser = find_loser(
                 attention, births, state_strides, state, head, position,
@@ -114,7 +116,7 @@ def attend_kernel(
         scored_end = tl.where(scores_now, end, start)
         first_z = tl.load(logit_starts + row)
         first_z += logits_before(heads, entry, head, position, BUDGET)
-        z_rows = first_z * GROUP + g * tl.minimum(position + 1, budget)
+        z_rows = first_z * GROUP + g * tl.minimum(place + 1, budget)
         z_mask = g < tl.where(holds_new & scores_now, GROUP, 0)
         tl.store(logits + z_rows + slot, new_z, mask=z_mask)
     maximum = tl.where(holds_new, new_z, _NO_LOGIT)
@@ -124,7 +126,7 @@ def attend_kernel(
 
     for first in range(start, end, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
-        held = is_occupied(s, position, slot, budget, UNIT) & (s < end) & (s != slot)
+        held = is_occupied(s, place, slot, budget, UNIT) & (s < end) & (s != slot)
         source = s
         if COMPETES:
             replaced = (s >= loser) & (s < loser + UNIT)

@@ -222,6 +222,7 @@ def decode_resident(
         "heads": None if rows.placements is None else params.head_tables,
         "positions": rows.positions,
         "first_queries": rows.first_queries, "placements": rows.placements,
+        "grown_at": None if rows.placements is None else rows.grown_at,
         "logits": scratch.logits, "logit_starts": starts,
         "partial_outputs": scratch.outputs,
         "partial_maxima": scratch.maxima, "partial_sums": scratch.sums,

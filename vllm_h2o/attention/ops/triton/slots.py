@@ -4,7 +4,7 @@ Slot numbers are int32, addresses int64: a layer's cache passes 2**31 elements.
 
 `heads`, budgets by head, is None or the device tensors of `DecodeParams.head_tables`:
 `(sizes, columns, kv_offsets, state_offsets)`, each with an entry for each KV head of
-each placement: three sizes, and `head_blocks` of the others. `places` is where the
+each placement: four sizes, and `head_blocks` of the others. `places` is where the
 pages of one row and KV head are: `(table, columns, offsets)`, the row's block ids, and
 of each page its column and its distance from this layer's pages, in elements of what
 is addressed; the latter two are None where page i is block i.
@@ -20,7 +20,7 @@ import triton.language as tl
 def sizes_of(heads, entry, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
     """`(heavy slots, budget)` of a KV head, of that entry in the tables."""
     if heads is not None:
-        return tl.load(heads[0] + 3 * entry + 1), tl.load(heads[0] + 3 * entry)
+        return tl.load(heads[0] + 4 * entry + 1), tl.load(heads[0] + 4 * entry)
     else:
         return HEAVY, BUDGET
 
@@ -35,7 +35,7 @@ def logits_before(heads, entry, head, position, BUDGET: tl.constexpr):
     """
     before = head * BUDGET
     if heads is not None:
-        before = tl.load(heads[0] + 3 * entry + 2)
+        before = tl.load(heads[0] + 4 * entry + 3)
     return tl.minimum(before, head * (position + 1))
 
 
@@ -51,20 +51,35 @@ def places_of(table, heads, entry, head_blocks):
 
 
 @triton.jit
-def slot_of(position, heavy, budget):
-    """`SlotLayout.slot`: appended below `heavy`, then round the ring."""
-    return tl.where(
-        position < heavy, position, heavy + (position - heavy) % (budget - heavy)
-    )
+def place_of(position, heads, entry, grown_at, row):
+    """`policy.layout.place_of`: the position, until the row's budget grows."""
+    place = position
+    if grown_at is not None:
+        place = place_after(position, heads, entry, tl.load(grown_at + row))
+    return place
 
 
 @triton.jit
-def is_occupied(slots, position, slot, budget, UNIT: tl.constexpr):
-    """Which `slots` hold a token once the one at `position` is in `slot`."""
-    occupied = (slots <= position) & (slots < budget)
+def place_after(position, heads, entry, grown_at):
+    """The same where the count is at hand."""
+    before = tl.load(heads[0] + 4 * entry + 2)
+    grown_at = grown_at.to(tl.int32)
+    return position - grown_at + tl.minimum(grown_at, before)
+
+
+@triton.jit
+def slot_of(place, heavy, budget):
+    """`SlotLayout.slot`: appended below `heavy`, then round the ring."""
+    return tl.where(place < heavy, place, heavy + (place - heavy) % (budget - heavy))
+
+
+@triton.jit
+def is_occupied(slots, place, slot, budget, UNIT: tl.constexpr):
+    """Which `slots` hold a token once the one at `place` is in `slot`."""
+    occupied = (slots <= place) & (slots < budget)
     if UNIT > 1:
         # The ring block that is being rewritten holds only its new tokens.
-        last = tl.where(position >= budget, slot, budget)
+        last = tl.where(place >= budget, slot, budget)
         occupied = occupied & ((slots <= last) | (slots // UNIT != last // UNIT))
     return occupied
 

@@ -1,0 +1,73 @@
+"""Which budget serves how many tokens."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_h2o.policy.ladder import Ladder
+
+LONG = Ladder.of_share(0.2, 256, 820, 32, 131072)
+
+
+def test_a_server_of_131072_tokens():
+    """The budget of 700 tokens is not 26214 slots but 256, of 10000 a fifth or so."""
+    assert 35 < len(LONG.budgets) < 45
+    assert LONG.budgets[:3] == (8, 9, 10) and LONG.lengths[:2] == (1280, 1440)
+    assert (LONG.budgets[-1], LONG.lengths[-1]) == (820, 131072)
+    assert LONG.budgets[LONG.enters(700, 131072)] == 8
+    ten_thousand = LONG.enters(10000, 10000)
+    assert 2000 <= 32 * LONG.budgets[ten_thousand] <= 1.125 * 2000 + 32
+
+
+def test_a_request_begins_with_what_its_end_needs_if_that_is_near():
+    assert LONG.serves(LONG.enters(2048, 2560)) >= 2560
+    # If not, with what a quarter more than its prompt does.
+    assert LONG.enters(2048, 131072) == LONG.enters(2048, 2560)
+    assert LONG.enters(2048, 2049) < LONG.enters(2048, 2560)
+    assert LONG.enters(131072, 131072) == len(LONG.budgets) - 1
+
+
+def test_a_smaller_share_of_a_requests_own_has_later_steps():
+    own = [LONG.serves(step, 0.1) for step in range(len(LONG.budgets))]
+    assert own[0] == 2 * LONG.lengths[0] and own[-1] == LONG.lengths[-1]
+    assert LONG.enters(10000, 10000, 0.1) < LONG.enters(10000, 10000)
+
+
+def test_a_number_is_the_budget_of_all():
+    ladder = Ladder.of_number(16, 32, 8192)
+    assert ladder.enters(1, 2) == ladder.enters(8192, 8192) == 0
+    assert ladder.serves(0) == ladder.serves(0, 0.1) == 8192
+
+
+@given(
+    st.integers(1, 1000),
+    st.sampled_from([16, 32, 128]),
+    st.integers(300, 200000),
+    st.integers(1, 4096),
+)
+def test_classes(promille, block_size, longest, least):
+    share = promille / 1000
+    most = math.ceil(math.ceil(share * longest) / block_size)
+    ladder = Ladder.of_share(share, least, max(most, 2), block_size, longest)
+    budgets, lengths = ladder.budgets, ladder.lengths
+    assert budgets[-1] == max(most, 2) and lengths[-1] == longest
+    for before, budget in zip(budgets, budgets[1:], strict=False):
+        assert before < budget
+    for before, length in zip(lengths, lengths[1:], strict=False):
+        assert before < length
+    for budget, length in zip(budgets[:-1], lengths[:-1], strict=True):
+        slots = budget * block_size
+        # Filled before it grows, whole blocks, and no less than the share but for the
+        # shares that leave no block to evict.
+        assert slots < length and not length % block_size
+        assert slots >= share * length or length == slots + block_size
+        assert slots >= min(least, budgets[-1] * block_size)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_no_step_is_longer_than_an_eighth_or_a_block(block_size):
+    ladder = Ladder.of_share(0.1, 256, 820, block_size, 262144)
+    for before, budget in zip(ladder.budgets, ladder.budgets[1:], strict=False):
+        assert budget <= max(before * 9 / 8, before + 1)

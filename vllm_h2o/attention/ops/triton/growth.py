@@ -1,0 +1,112 @@
+"""Growth: the ring's tokens in order, before a request's budget grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_h2o.attention.ops import ScoredLayer
+from vllm_h2o.attention.ops.triton.launch import head_blocks, page_arguments
+from vllm_h2o.attention.ops.triton.slots import (
+    page_offsets,
+    place_after,
+    places_of,
+    sizes_of,
+    slot_of,
+)
+
+_TILE_TOKENS = 32
+# Differ from request to request or by layer: one compilation must serve them all.
+_VARYING = ["placement", "num_tokens", "grown_at", "head_blocks", "most"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["blocks"])
+def ring_kernel(
+    keys, keys_strides, values, values_strides, attention, births, state_strides,
+    staged, staged_attention, staged_births, blocks, heads,
+    placement, num_tokens, grown_at, head_blocks, most,
+    BACK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAVY: tl.constexpr, BUDGET: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Move one tile of a KV head's ring out of its slots by age, or back in order.
+
+        staged[head, i] = the token in slot heavy + (slot(num_tokens) - heavy + i) % R
+        token in slot heavy + i = staged[head, i]                    for BACK
+
+    of a ring of R slots that is full; others are in order. Grid `(tiles of slots,
+    num_kv_heads)`.
+
+    Reference: order_rings of ops/reference.py.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    entry = placement * tl.num_programs(1) + head
+    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
+    place = num_tokens
+    places, state = (blocks, None, None), (blocks, None, None)
+    if heads is not None:
+        place = place_after(num_tokens, heads, entry, grown_at)
+        places, state = places_of(blocks, heads, entry, head_blocks)
+    i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    exists = i < tl.where(place < budget, 0, budget - heavy)
+    slot = heavy + i
+    if not BACK:
+        oldest = slot_of(place, heavy, budget) - heavy
+        slot = heavy + (oldest + i) % (budget - heavy)
+    at = head.to(tl.int64) * most + i
+    mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
+    in_staged = staged + at[:, None] * (2 * HEAD_SIZE) + d[None, :]
+    in_keys = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
+    in_keys = keys + in_keys[:, None] + d[None, :] * keys_strides[3]
+    in_values = page_offsets(places, slot, exists, head, values_strides, BLOCK_SIZE)
+    in_values = values + in_values[:, None] + d[None, :] * values_strides[3]
+    in_state = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
+    if BACK:
+        tl.store(in_keys, tl.load(in_staged, mask=mask), mask=mask)
+        tl.store(in_values, tl.load(in_staged + HEAD_SIZE, mask=mask), mask=mask)
+        score = tl.load(staged_attention + at, mask=exists)
+        tl.store(attention + in_state, score, mask=exists)
+        birth = tl.load(staged_births + at, mask=exists)
+        tl.store(births + in_state, birth, mask=exists)
+    else:
+        tl.store(in_staged, tl.load(in_keys, mask=mask), mask=mask)
+        tl.store(in_staged + HEAD_SIZE, tl.load(in_values, mask=mask), mask=mask)
+        score = tl.load(attention + in_state, mask=exists)
+        tl.store(staged_attention + at, score, mask=exists)
+        birth = tl.load(births + in_state, mask=exists)
+        tl.store(staged_births + at, birth, mask=exists)
+
+
+def order_rings(
+    layers: Sequence[ScoredLayer],
+    blocks: torch.Tensor,
+    placement: int,
+    num_tokens: int,
+    grown_at: int,
+) -> None:
+    """See `Kernels.order_rings`; through a copy of the rings of one layer."""
+    assert blocks.is_contiguous()
+    for layer in layers:
+        pages, params, layout = layer.pages, layer.params, layer.params.layout
+        num_kv_heads, head_size = pages.keys.shape[1:3]
+        most = params.largest_budget
+        state = (num_kv_heads, most)
+        shared = {
+            **page_arguments(pages),
+            "staged": pages.keys.new_empty(*state, 2 * head_size),
+            "staged_attention": pages.attention.new_empty(state),
+            "staged_births": pages.births.new_empty(state),
+            "blocks": blocks, "heads": params.head_tables, "placement": placement,
+            "num_tokens": num_tokens, "grown_at": grown_at,
+            "head_blocks": head_blocks(params), "most": most,
+            "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
+            "HEAVY": layout.heavy_slots, "BUDGET": layout.budget,
+            "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),
+            "num_warps": 4,
+        }  # fmt: skip
+        grid = (triton.cdiv(most, _TILE_TOKENS), num_kv_heads)
+        for back in (False, True):
+            ring_kernel[grid](BACK=back, **shared)
