@@ -314,6 +314,38 @@ def test_a_budget_that_grows_equals_reference(read, merge):
         assert torch.equal(actual[1], expected[1])
 
 
+def test_a_budget_that_grows_to_the_engines_equals_reference():
+    """Where all heads have the same."""
+    params = params_of(mean=True, recent_slots=16, heavy_slots=32)
+    results = []
+    for kernel in (reference, cpu):
+        pages = pages_of(make_cache(torch.float32, 3, 64, 16), params)
+        table = PlacementTable([pages], params.layout, most_blocks=[3], capacity=3)
+        smaller = Placement.alike((1, 3), [2], H2OConfig(sinks=4), 16)
+        table.put(2, smaller)
+        table.grows_from(smaller.budget)
+        own = replace(params, placements=table.parts()[0])
+        blocks = torch.tensor([[7, 3, 11]], dtype=torch.int32)
+        generator, outputs = torch.Generator().manual_seed(5), []
+        for position in range(120):
+            if position == 70:
+                layer = ScoredLayer(pages, {}, own)
+                kernel.order_rings([layer], blocks[0], 2, position, 0)
+            grown = torch.tensor([70 * (position >= 70)])
+            index = torch.tensor([2 if position < 70 else UNIFORM], dtype=torch.int32)
+            query = torch.randn(1, 9, 64, generator=generator).mul(2)
+            key, value = torch.randn(2, 1, 3, 64, generator=generator)
+            at, never = torch.tensor([position]), torch.tensor([0])
+            rows = ResidentRows(blocks, at, never, placements=index, grown_at=grown)
+            output = torch.full_like(query, float("nan"))
+            kernel.decode_resident(query, key, value, pages, rows, own, output)
+            outputs.append(output)
+        results.append((torch.cat(outputs), pages.births[blocks[0].long()]))
+    (expected, births), (actual, actual_births) = results
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(actual_births, births)
+
+
 def decode_growing(kernel, read, merge):
     """`[steps, 2 rows, 9, 64]` attention of the first of three layers, and births."""
     splits = [
@@ -336,9 +368,8 @@ def decode_growing(kernel, read, merge):
             [mine[:n] for mine, n in zip(heads, counts, strict=True)]
             for heads, counts in zip(pages_of_splits, blocks, strict=True)
         ]
-        placement = replace(placement, pages=pages)
-        own.put(index, placement, before)
-        before = placement
+        before = replace(placement, pages=pages, grown_from=before)
+        own.put(index, before)
     params = replace(params, placements=own.parts()[0])
     blocks = torch.tensor([[7, 3, 11, 1, 9, 4], [2, 6, 5, 0, 0, 0]], dtype=torch.int32)
     index, grown_at = torch.zeros(2, dtype=torch.int32), torch.zeros(2).long()

@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
 from vllm_h2o.attention import transition as transition_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
-from vllm_h2o.attention.placements import BY_HEAD
+from vllm_h2o.attention.placements import BY_HEAD, GroupPlacements
 from vllm_h2o.attention.rows import select_rows
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.transition import ObservedPrompt
@@ -54,7 +54,7 @@ def build(scheduled, batch, **given):
     builder = H2OCPUBuilder(spec, [], config, torch.device("cpu"))
     step, layer = StepRows(), Layer()
     step.request_ids = lambda: batch
-    builder.bind(step, [layer])
+    builder.bind(step, GroupPlacements([layer], True))
     step.begin(plan_of({name: ROWS[name] for name in scheduled}), [])
     counts = torch.tensor([ROWS[name] for name in batch], dtype=torch.int32)
     starts = torch.zeros(len(batch) + 1, dtype=torch.int32)

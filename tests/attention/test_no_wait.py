@@ -22,7 +22,7 @@ from vllm_h2o.attention.cuda_backend import H2OTritonAttentionImpl
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops.triton import decode
-from vllm_h2o.attention.placements import PlacementTable
+from vllm_h2o.attention.placements import GroupPlacements, PlacementTable
 from vllm_h2o.attention.transition import observe_prompt
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.gate import Rotation
@@ -130,7 +130,7 @@ def layers(request, engine, launched):
     """After a first step of any kind: it copies what never changes to the device."""
     builder, config = engine
     layers = make_layers(config, request.param)
-    builder.bind(builder.step, layers if request.param else ())
+    builder.bind(builder.step, GroupPlacements(layers, bool(request.param)))
     forward(layers, H2OMetadata(builder.layout), 1)
     assert not launched
     return layers

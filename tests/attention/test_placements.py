@@ -11,6 +11,7 @@ from vllm_h2o.attention.placements import (
     PlacementTable,
     RequestPlacements,
 )
+from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Queries
 from vllm_h2o.policy.placement import Placement
@@ -88,21 +89,18 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
     """As many as requests that can be in one step; the one unused for longest goes."""
     layout = requests.layout
 
-    def by_profile(own):
-        n = own.budget_blocks
+    def by_profile(n):
         return Placement.of_blocks(
             [[n - 1] * 2, [n + 1] * 2, [n] * 2], n, CONFIG, BLOCK
         )
 
-    made = []
-    split = (
-        (lambda own: made.append(own.budget) or by_profile(own)) if by_head else None
-    )
+    made, ladder = [], Ladder.of_number(BUDGET_BLOCKS, BLOCK, 1024)
+    split = (lambda n: made.append(n * BLOCK) or by_profile(n)) if by_head else None
     end = BudgetPlacements.indices(layout, max_requests=2)
     assert end == 6 and BudgetPlacements.indices(layout, max_requests=1) == 4
     layers = requests.table.layers
     table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, end)
-    budgets = BudgetPlacements(table, CONFIG, layout, 4, split)
+    budgets = BudgetPlacements(table, CONFIG, ladder, 4, split)
     assert budgets.uniform_index(layout.budget) == UNIFORM and not made
     for budget in (32, 48, 48, 32):  # there is room for one
         assert budgets.uniform_index(budget) == 2
@@ -115,6 +113,6 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
             wanted = [budget - BLOCK, budget + BLOCK, budget]
             assert table.sizes[:, 3, 0, 0].tolist() == wanted
     assert made == ([32, 48, 32] if by_head else [])
-    both = BudgetPlacements(table, CONFIG, layout, end, split)
+    both = BudgetPlacements(table, CONFIG, ladder, end, split)
     assert {both.uniform_index(32), both.uniform_index(48)} == {2, 4}
     assert both.uniform_index(32) != both.uniform_index(48)

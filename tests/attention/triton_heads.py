@@ -49,7 +49,7 @@ def params_of(layers, layer, size, **options):
     table = PlacementTable.of(layers, layout, placement)
     before = [[max(n - 2, 1) for n in heads] for heads in BLOCKS]
     before = Placement.of_blocks(before, BUDGET_BLOCKS, CONFIG, size)
-    table.put(BY_HEAD, placement, before)
+    table.put(BY_HEAD, replace(placement, grown_from=before))
     own = table.parts()[layer]
     options = {"softcap": 0.0, "method": Mean()} | options
     return DecodeParams(layout, 0.17, placements=own, **options)

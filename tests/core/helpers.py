@@ -39,7 +39,9 @@ HEADS = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 
 
 @functools.cache
-def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -> Any:
+def config_of(
+    window: int | str, budget: int | str, chunk: int, policy: str = "h2o"
+) -> Any:
     """An engine config with H2O on."""
     config = EngineArgs(
         str(SMOLLM2),
@@ -56,7 +58,7 @@ def config_of(window: int | str, budget: int, chunk: int, policy: str = "h2o") -
     ).create_engine_config()
     # No attention on CPU takes blocks this small, but they find more in a scheduler.
     config.cache_config.block_size = BLOCK_SIZE
-    override(config, budget=budget)
+    override(config, budget=budget, min_budget=2 * BLOCK_SIZE)
     return config
 
 
@@ -96,7 +98,7 @@ class Driver:
         self,
         num_blocks: int,
         window: int | str = 20,
-        budget: int = 64,
+        budget: int | str = 64,
         chunk: int = 48,
         hybrid: bool = False,
         policy: str = "h2o",
@@ -118,6 +120,9 @@ class Driver:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self.budget, self.gated = budget, policy == "gate"
+        self.ladder = self.scheduler._limits.ladder
+        self.steps: dict[str, int] = {}
+        """Where the requests stand on it, by their tokens."""
         self.window = NUM_QUERIES if self.gated else window
         self.in_flight: deque[Any] = deque()
         self.names = (f"r{i}" for i in itertools.count())
@@ -163,11 +168,33 @@ class Driver:
         return name
 
     def budget_of(self, request: Request) -> int:
-        """Slots of a request: what it asks for in whole blocks, two at least."""
+        """Slots of a request: what it asks for in whole blocks, two at least.
+
+        Where budgets are shares that is what it has come to.
+        """
+        if self.climbs(request):
+            return self.ladder.budgets[self.steps[request.request_id]] * BLOCK_SIZE
         most = min(request.num_prompt_tokens + request.max_tokens, MAX_MODEL_LEN)
         asked = part_of(wishes_of(request).get("budget", self.budget), most)
         blocks = max(2, -(-asked // BLOCK_SIZE))
         return min(blocks * BLOCK_SIZE, self.manager.budget)
+
+    def climbs(self, request: Request) -> bool:
+        """Whether its budget follows it."""
+        is_number = isinstance(wishes_of(request).get("budget"), int)
+        return isinstance(self.budget, str) and not is_number
+
+    def share_of(self, request: Request) -> float | None:
+        """The share of its own that it asks for."""
+        asked = wishes_of(request).get("budget")
+        return float(asked.rstrip("%")) / 100 if isinstance(asked, str) else None
+
+    def is_refused(self, wishes: dict[str, Any], most: int) -> bool:
+        """Whether the budget asked for is more than the engine's."""
+        asked = wishes.get("budget", 0)
+        if isinstance(asked, str) and isinstance(self.budget, str):
+            return float(asked.rstrip("%")) > float(self.budget.rstrip("%"))
+        return part_of(asked, most) > self.manager.budget
 
     def schedule(self) -> Any:
         """Schedule a step and leave it in flight."""
@@ -241,7 +268,8 @@ class Driver:
         assert manager.is_resident(name) == (computed >= end)
         if computed >= end:
             resident = blocks[manager.dense_columns :]
-            held = min(computed, self.budget_of(request))
+            budget = self.budget_of(request)
+            held = budget if manager.growths([name])[0][0] else min(computed, budget)
             assert len(resident) == -(-held // BLOCK_SIZE)
         # Nothing is published past the prompt, of windowed layers neither.
         for group in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
@@ -267,6 +295,10 @@ class Driver:
                 assert row.prefill_end == end
                 asked = wishes_of(request).get("observation_window", self.window)
                 first_query = max(0, end - (end if asked == "all" else int(asked)))
+                if self.climbs(request):
+                    self.steps[name] = self.ladder.enters(
+                        request.num_tokens, most, self.share_of(request)
+                    )
                 # Within the budget, or at an end with the first token.
                 budget = self.budget_of(request)
                 assert row.budget == budget
@@ -279,6 +311,8 @@ class Driver:
                 assert row.num_computed_tokens <= limit
                 self.transitions[name] = 0
             end = row.num_computed_tokens + row.num_scheduled_tokens
+            if self.climbs(request) and not row.stays_dense:
+                self._check_growth(name, end, row, self.share_of(request))
             assert row.decodes == (row.num_computed_tokens >= row.prefill_end)
             if row.decodes:
                 assert row.num_scheduled_tokens == 1
@@ -288,6 +322,20 @@ class Driver:
                 ends = end == row.prefill_end and not row.stays_dense
                 assert row.is_transition == ends
                 self.transitions[name] += row.is_transition
+
+    def _check_growth(
+        self, name: str, end: int, row: RowPlan, share: float | None
+    ) -> None:
+        """A request grows in the step whose token its budget does not serve."""
+        step = self.steps[name]
+        is_last = step == len(self.ladder.budgets) - 1
+        grows = not is_last and end > self.ladder.serves(step, share)
+        assert grows == (row.grown_at == row.num_computed_tokens > 0)
+        if grows:
+            self.steps[name] += 1
+            assert row.decodes and row.num_computed_tokens > row.grown_from
+            assert row.grown_from == self.ladder.budgets[step] * BLOCK_SIZE
+        assert row.budget == self.ladder.budgets[self.steps[name]] * BLOCK_SIZE
 
     def assert_pool_whole(self) -> None:
         self.check()

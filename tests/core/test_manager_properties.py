@@ -12,7 +12,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.engine import FinishReason
 
-from tests.core.helpers import BLOCK_SIZE, Driver, part_of
+from tests.core.helpers import BLOCK_SIZE, Driver
 
 # The longest request and its residents fit; three of them do not.
 SMALL_POOL = 36
@@ -33,7 +33,8 @@ class Lives(RuleBasedStateMachine):
     )
 
     @initialize(
-        budget=st.sampled_from([32, 64, 96]), chunk=st.sampled_from([17, 48, 200])
+        budget=st.sampled_from([32, 64, 96, "20%", "50%"]),
+        chunk=st.sampled_from([17, 48, 200]),
     )
     def start(self, budget, chunk):
         self.driver = Driver(
@@ -44,7 +45,6 @@ class Lives(RuleBasedStateMachine):
             self.hybrid,
             self.policy,
         )
-        self.budget = budget
         self.alive: list[str] = []
         self.refused: list[str] = []
 
@@ -60,7 +60,7 @@ class Lives(RuleBasedStateMachine):
         prompt = [family * 1000 + i for i in range(length)] + [7 + tail] * tail
         wishes = data.draw(self.wishes)
         name = self.driver.add(prompt, max_tokens, **wishes)
-        if part_of(wishes.get("budget", 0), len(prompt) + max_tokens) > self.budget:
+        if self.driver.is_refused(wishes, len(prompt) + max_tokens):
             self.refused.append(name)
         else:
             self.alive.append(name)
@@ -255,6 +255,27 @@ def test_a_preempted_full_request_stays_full():
     driver.drain()
     assert len(driver.outputs[name]) == 40
     assert driver.scheduler.h2o_stats.transitions == 0
+    driver.assert_pool_whole()
+
+
+def test_a_budget_that_is_a_share_follows_its_request():
+    """Half of up to 64, 96, 128 and 160 tokens, in blocks of 16."""
+    driver = Driver(64, budget="50%", chunk=200)
+    name = driver.add(list(range(100, 140)), 100, report=True)
+    grown = {}
+    for _ in range(100):
+        row = driver.schedule().h2o_plan.rows[name]
+        grown[row.budget] = row.grown_at
+        driver.process()
+    assert grown == {32: 0, 48: 64, 64: 96, 80: 128}
+    # Of the 64 tokens that it held when it last grew and the 11 since, nothing is lost.
+    assert driver.reports[name] == {
+        "policy": "h2o",
+        "budget": 80,
+        "tokens_held": 64 + 139 - 128,
+        "tokens_evicted": 128 - 64,
+    }
+    assert driver.scheduler.h2o_stats.tokens_evicted == 128 - 64
     driver.assert_pool_whole()
 
 

@@ -169,22 +169,28 @@ def test_a_method_without_a_kernel_is_refused(peak):
 
 def outcomes(prompts, options):
     """Tokens and survivors."""
-    with engine(h2o_budget=128, **options) as llm:
-        return [outcome(llm, prompt, NUM_TOKENS) for prompt in prompts]
+    with engine(**options) as llm:
+        return [outcome(llm, prompt, 40) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"kv_policy": "h2o"}, marks=pytest.mark.slow),
-        {"kv_policy": "cake", "h2o_merge": "value"},
+        pytest.param({"kv_policy": "h2o", "h2o_budget": 128}, marks=pytest.mark.slow),
+        {
+            "kv_policy": "cake",
+            "h2o_merge": "value",
+            "h2o_budget": "70%",
+            "h2o_min_budget": 64,
+        },
     ],
     ids=str,
 )
 def test_the_reference_equals_the_kernels(monkeypatch, options):
     """Of a prompt beyond the budget, and of one that fills it while it generates; with
-    the budgets by head of SmolLM2's profile, and with those of each prompt."""
-    prompts = prompts_of(300, 122)
+    the budgets by head of SmolLM2's profile, and with those of each prompt, where the
+    latter's grow."""
+    prompts = prompts_of(300, 122 if options["kv_policy"] == "h2o" else 62)
     expected = outcomes(prompts, options)
     monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
     monkeypatch.setattr("vllm_h2o.attention.ops.cpu._library", must_not_be_called)

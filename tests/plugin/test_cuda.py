@@ -268,7 +268,7 @@ def test_scratch_grows_with_the_richest_head(config):
     spec = spec_of(config)
     assert (spec.largest_budget, spec.most_slots) == (256, 3 * 256)
     profile = HeadProfile.load(Path("tests/models/smollm2/h2o_heads.json"))
-    resolved = Resolved(spec.h2o, profile)
+    resolved = Resolved(spec.h2o, "cuda", profile)
     spec = resolved.spec(spec)
     assert spec.layout.budget == 256 < spec.largest_budget <= 1024
     # Of one head of a rank, and of all of a layer's.

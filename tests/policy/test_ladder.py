@@ -46,24 +46,31 @@ def test_a_number_is_the_budget_of_all():
     st.sampled_from([16, 32, 128]),
     st.integers(300, 200000),
     st.integers(1, 4096),
+    st.floats(0.0, 1.0),
 )
-def test_classes(promille, block_size, longest, least):
+def test_classes(promille, block_size, longest, least, prompt):
     share = promille / 1000
     most = math.ceil(math.ceil(share * longest) / block_size)
     ladder = Ladder.of_share(share, least, max(most, 2), block_size, longest)
     budgets, lengths = ladder.budgets, ladder.lengths
     assert budgets[-1] == max(most, 2) and lengths[-1] == longest
-    for before, budget in zip(budgets, budgets[1:], strict=False):
-        assert before < budget
-    for before, length in zip(lengths, lengths[1:], strict=False):
-        assert before < length
+    for step, budget in enumerate(budgets[1:], 1):
+        assert budgets[step - 1] < budget <= lengths[step - 1] / block_size
+        # A head gains no more than what the request reads in between, on average less.
+        gained = budget - budgets[step - 1]
+        assert lengths[step - 1] + gained * block_size <= lengths[step]
     for budget, length in zip(budgets[:-1], lengths[:-1], strict=True):
         slots = budget * block_size
         # Filled before it grows, whole blocks, and no less than the share but for the
         # shares that leave no block to evict.
         assert slots < length and not length % block_size
-        assert slots >= share * length or length == slots + block_size
+        assert slots >= share * length - 1e-6 or length == slots + block_size
         assert slots >= min(least, budgets[-1] * block_size)
+    num_tokens = max(int(prompt * longest), 1)
+    for most in (num_tokens, longest):
+        step = ladder.enters(num_tokens, most)
+        assert ladder.serves(step) >= num_tokens
+        assert not step or budgets[step] * block_size < num_tokens
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

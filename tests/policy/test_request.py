@@ -14,13 +14,21 @@ from vllm_h2o.policy.request import (
     asks_anything,
 )
 
-BLOCK, BUDGET, MOST = 32, 256, 800
+BLOCK, BUDGET, MOST, LONGEST = 32, 256, 800, 8192
 
 
 def limits_of(config, device="cpu", budget=BUDGET):
-    """Of an engine with blocks of 32."""
+    """Of an engine with blocks of 32 and so many slots."""
+    config = replace(config, budget=budget)
     layout = SlotLayout.of_blocks(config, BLOCK, budget // BLOCK)
-    return RequestLimits.of(config, layout, device)
+    return RequestLimits.of(config, layout, device, LONGEST)
+
+
+def limits_of_share(share="20%", longest=LONGEST, device="cpu"):
+    """Of an engine whose requests keep a share of what they have."""
+    config = replace(PRESETS["h2o"], budget=share)
+    layout = SlotLayout.from_config(config, BLOCK, longest)
+    return RequestLimits.of(config, layout, device, longest)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +206,57 @@ def test_where_all_have_the_engines_budget(options, device, why):
     ],
 )
 def test_a_budget_is_whole_blocks(asked, most, slots):
-    assert limits_of(PRESETS["h2o"]).budget_of(asked, most) == slots
+    climb = limits_of(PRESETS["h2o"]).climb(asked, 10, most)
+    assert climb.budget == slots and climb.is_last
+
+
+@pytest.mark.parametrize(
+    "asked, prompt, most, slots",
+    [
+        (None, 700, 800, 256),
+        (None, 2048, 2560, 512),
+        # Its end is far: the budget grows.
+        (None, 2048, 8192, 512),
+        (None, 8000, 8192, 1664),
+        ("10%", 2048, 2560, 256),
+        ("10%", 8000, 8192, 832),
+        (100, 8000, 8192, 128),
+    ],
+)
+def test_the_budget_of_a_share(asked, prompt, most, slots):
+    climb = limits_of_share().climb(asked, prompt, most)
+    assert slots <= climb.budget <= 1.125 * slots
+    assert climb.serves >= most or climb.serves >= 1.25 * prompt
+    assert climb.is_last == (isinstance(asked, int) or climb.budget == 1664)
+
+
+def test_a_request_climbs_to_the_engines_budget():
+    climb = limits_of_share("10%", 2048).climb(None, 20, 2048)
+    assert climb.budget == 224 and climb.is_last, "no more than the engine's"
+    climb = limits_of_share("15%", 4096).climb(None, 20, 4096)
+    budgets = []
+    while not climb.is_last:
+        assert climb.serves > climb.budget
+        before, climb = climb, climb.next
+        assert climb.grown_at == before.serves
+        assert climb.grown_before == before.grown_at
+        assert climb.grown_from == before.budget < climb.budget
+        budgets.append(climb.budget)
+    assert len(budgets) > 5 and budgets[-1] == 640
+
+
+def test_a_share_of_a_requests_own_is_no_larger_than_the_engines():
+    limits = limits_of_share()
+    assert RequestOptions.parse({"h2o_budget": "20%"}, limits, 9).budget == "20%"
+    with pytest.raises(ValueError, match="h2o_budget.*'21%'.*use '20%' or less"):
+        RequestOptions.parse({"h2o_budget": "21%"}, limits, 9)
+
+
+@pytest.mark.parametrize(
+    "limits", [limits_of_share("100%"), limits_of_share(device="cuda")]
+)
+def test_where_all_requests_have_one_budget(limits):
+    assert limits.climb(None, 10, 20).budget == limits.layout.budget
 
 
 @pytest.mark.parametrize("policy, fewest", [("h2o", 3), ("streaming", 2)])

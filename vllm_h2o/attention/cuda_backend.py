@@ -10,7 +10,6 @@ prompt's step of one token is not taken for a decode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -37,7 +36,7 @@ from vllm_h2o.attention.ops.triton import (
     slots_with_logits,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import BY_HEAD, BudgetPlacements
+from vllm_h2o.attention.placements import ALIKE, BY_HEAD, GroupPlacements
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -92,17 +91,12 @@ class _CUDABuilder(H2OMetadataBuilder):
             )  # fmt: skip
         return scratch
 
-    def bind(
-        self,
-        step: StepRows,
-        by_head: Sequence[Any] = (),
-        budgets: BudgetPlacements | None = None,
-    ) -> None:
+    def bind(self, step: StepRows, group: GroupPlacements = ALIKE) -> None:
         """See the base class."""
-        for layer in by_head:
+        for layer in group.layers if group.by_head else ():
             slots = layer.impl.placements.sizes[BY_HEAD, :, 0]
             assert int(slots.sum()) <= self._most_slots, "the scratch is too small"
-        super().bind(step, by_head, budgets)
+        super().bind(step, group)
 
     def _pack(self, plan: ResidencyPlan) -> npt.NDArray[np.int64]:
         positions = plan.num_computed_tokens

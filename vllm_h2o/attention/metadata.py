@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows
-from vllm_h2o.attention.placements import BudgetPlacements
+from vllm_h2o.attention.placements import ALIKE, GroupPlacements
 from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.rows import RowTensors, select_rows
 from vllm_h2o.attention.step import StepRows
@@ -81,6 +81,7 @@ class H2OMetadataBuilder(_Stock):
             return
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.layout
+        self.layers: Sequence[Any] = ()
         self.by_head: Sequence[Any] = ()
         self.placements = RowPlacements(self.layout.budget)
         # No graph of decodes has more rows, in either model runner.
@@ -97,28 +98,21 @@ class H2OMetadataBuilder(_Stock):
         """`ResidentRows.logit_starts` of the rows, where there is a scratch."""
         raise NotImplementedError
 
-    def bind(
-        self,
-        step: StepRows,
-        by_head: Sequence[Any] = (),
-        budgets: BudgetPlacements | None = None,
-    ) -> None:
+    def bind(self, step: StepRows, group: GroupPlacements = ALIKE) -> None:
         """Connect the builder to the worker's steps.
 
         Args:
             step: The steps.
-            by_head: Layers, vLLM's `Attention` modules, whose heads have budgets of
-                their own once a request fills its budget; none where all have the same.
-            budgets: Where requests with budgets of their own are; None: all have the
-                engine's.
+            group: How requests have their slots.
         """
         assert self.compresses
-        self.step, self.by_head = step, by_head
+        self.step, self.layers = step, group.layers
+        self.by_head = group.layers if group.by_head else ()
         self.placements = RowPlacements(
-            self.layout.budget, bool(by_head), budgets,
+            self.layout.budget, group.by_head, group.by_budget,
             lambda: step.transitions.by_request,
         )  # fmt: skip
-        self._tensors.bind(bool(by_head or budgets))
+        self._tensors.bind(group.by_head or group.by_budget is not None)
 
     def build(
         self,
@@ -134,8 +128,6 @@ class H2OMetadataBuilder(_Stock):
                 return self._build_dummy(common_prefix_len, common, fast_build)
             return super().build(common_prefix_len, common, fast_build)
         assert self.step is not None
-        for watcher in self.step.watchers:
-            watcher(self, common.block_table_tensor, rows)
         metadata = H2OMetadata(self.layout)
         decodes = rows.decodes
         if not decodes.all():
@@ -147,8 +139,11 @@ class H2OMetadataBuilder(_Stock):
                 dense, metadata.stock_tokens = select_rows(common, index)
                 metadata.stock = super().build(common_prefix_len, dense, fast_build)
         if decodes.any():
+            self._let_grow(common, rows)
             self._switch_to_head_budgets(common, rows)
             self._add_resident(metadata, common, rows, np.flatnonzero(decodes).tolist())
+        for watcher in self.step.watchers:
+            watcher(self, common.block_table_tensor, rows)
         return metadata
 
     def _add_resident(
@@ -228,6 +223,27 @@ class H2OMetadataBuilder(_Stock):
         while num_rows <= self._tensors.max_rows:
             yield self._tensors.padding(num_rows)
             num_rows *= 2
+
+    def _let_grow(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
+        """Lay out what rows hold whose budget grows; see `_switch_to_head_budgets`.
+
+        In pages that are theirs already, so that no other row's are touched.
+        """
+        first = self.spec.dense_columns
+        grows = (rows.grown_at > 0) & (rows.num_computed_tokens == rows.grown_at)
+        for i in np.flatnonzero(grows).tolist():
+            row, request_id = rows.row(i), rows.request_ids[i]
+            used = row.grown_from // self.spec.block_size
+            blocks = common.block_table_tensor[i, first : first + used]
+            layers = [
+                layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
+                for layer in self.layers
+            ]
+            before = self.placements.index(request_id, row.grown_from, True)
+            kernels = layers[0].params.kernels
+            assert kernels is not None
+            kernels.order_rings(layers, blocks, before, row.grown_at, row.grown_before)
+            self.placements.grow(request_id, row.budget)
 
     def _switch_to_head_budgets(
         self, common: CommonAttentionMetadata, rows: ResidencyPlan

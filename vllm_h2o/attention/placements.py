@@ -7,7 +7,7 @@ their addresses. A GPU's kernels read a copy that is made when a layer first run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Bounds, Queries, State
 from vllm_h2o.policy.placement import PageOf, Placement
@@ -98,16 +99,12 @@ class PlacementTable:
         """Each layer's part."""
         return [LayerPlacements(self, layer) for layer in range(len(self.layers))]
 
-    def put(
-        self, index: int, placement: Placement, before: Placement | None = None
-    ) -> None:
-        """Write a placement, anywhere but at `UNIFORM`.
+    def grows_from(self, budget: int) -> None:
+        """Say which budget grows to the engine's, where all heads are alike."""
+        self.sizes[:, UNIFORM, :, 2] = budget
 
-        Args:
-            index: Where to.
-            placement: What.
-            before: What grows to it; None: nothing does.
-        """
+    def put(self, index: int, placement: Placement) -> None:
+        """Write a placement, anywhere but at `UNIFORM`."""
         assert index != UNIFORM
         self._placements[index] = placement
         starts = [pages.keys.data_ptr() for pages in self.layers]
@@ -117,7 +114,9 @@ class PlacementTable:
                 for layout, held in zip(layer, before_it, strict=True)
             ]
             for layer, before_it in zip(
-                placement.layouts, (before or placement).layouts, strict=True
+                placement.layouts,
+                (placement.grown_from or placement).layouts,
+                strict=True,
             )
         ]
         self.sizes[:, index] = torch.tensor(sizes)
@@ -152,24 +151,26 @@ class BudgetPlacements:
         self,
         table: PlacementTable,
         config: H2OConfig,
-        layout: SlotLayout,
+        ladder: Ladder,
         end: int,
-        split: Callable[[SlotLayout], Placement] | None = None,
+        split: Callable[[int], Placement] | None = None,
     ) -> None:
         """Use the table's indices before `end`.
 
         Args:
             table: Of all evicting layers.
             config: The policy.
-            layout: The slots of a head on average by the engine's budget.
+            ladder: The budgets of requests that ask for none; the last is the engine's.
             end: See `indices`.
-            split: Gives heads budgets of their own, by the slots of one on average;
+            split: Gives heads budgets of their own, by the blocks of one on average;
                 None: all are alike, or each request is split in its own way.
         """
-        self._table, self._config, self._layout = table, config, layout
+        self._table, self._config, self._ladder = table, config, ladder
         self._split = split
         self._free = list(range(2, end, 2))
         self._index: dict[int, int] = {}  # by blocks, the last used is the last
+        if len(ladder.budgets) > 1:
+            table.grows_from(ladder.budgets[-2] * ladder.block_size)
 
     @staticmethod
     def indices(layout: SlotLayout, max_requests: int) -> int:
@@ -185,8 +186,8 @@ class BudgetPlacements:
         Args:
             budget: In slots, whole blocks, two at least.
         """
-        blocks = budget // self._layout.block_size
-        if blocks == self._layout.budget_blocks:
+        blocks = budget // self._ladder.block_size
+        if blocks == self._ladder.budgets[-1]:
             return UNIFORM
         index = self._index.pop(blocks, None)
         if index is None:
@@ -197,14 +198,34 @@ class BudgetPlacements:
         return index
 
     def _make(self, index: int, blocks: int) -> None:
-        size = self._layout.block_size
         num_layers, _, num_kv_heads = self._table.order.shape
-        alike = [[blocks] * num_kv_heads] * num_layers
-        placement = Placement.of_blocks(alike, blocks, self._config, size)
-        self._table.put(index + UNIFORM, placement)
+        alike = Placement.alike(
+            (num_layers, num_kv_heads), self._ladder.up_to(blocks)[-2:],
+            self._config, self._ladder.block_size,
+        )  # fmt: skip
+        self._table.put(index + UNIFORM, alike)
         if self._split:
-            layout = SlotLayout.of_blocks(self._config, size, blocks)
-            self._table.put(index + BY_HEAD, self._split(layout))
+            self._table.put(index + BY_HEAD, self._split(blocks))
+
+
+@dataclass(frozen=True)
+class GroupPlacements:
+    """How requests have their slots in a KV cache group.
+
+    Attributes:
+        layers: vLLM's `Attention` modules, in order.
+        by_head: Whether heads have budgets of their own once a request fills its
+            budget.
+        by_budget: Where requests of each budget are; None: all have the engine's.
+    """
+
+    layers: Sequence[Any] = ()
+    by_head: bool = False
+    by_budget: BudgetPlacements | None = None
+
+
+ALIKE = GroupPlacements()
+"""All heads of all requests have the engine's budget."""
 
 
 class RequestPlacements:
@@ -258,6 +279,19 @@ class RequestPlacements:
             self._index[request_id],
             Placement.of_blocks(blocks, budget_blocks, config, size),
         )
+
+    def grow(self, request_id: str, budget: int) -> None:
+        """Give a request the placement that its own grows to, in its place.
+
+        Every head gets as many slots more.
+
+        Args:
+            request_id: The request.
+            budget: Slots of a head on average from then on.
+        """
+        index, size = self._index[request_id], self.layout.block_size
+        before = replace(self.table.placement(index), grown_from=None)
+        self.table.put(index, before.grown(budget // size, self.config, size))
 
     def has(self, request_id: str) -> bool:
         """Whether the request has one."""

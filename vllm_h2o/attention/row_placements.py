@@ -69,6 +69,12 @@ class RowPlacements:
             indices[i] = self.index(rows.request_ids[i], budget, bool(filled[i]))
         return indices
 
+    def grow(self, request_id: str, budget: int) -> None:
+        """Let a request's own placement grow, if it has one, to a budget of slots."""
+        by_request = self._by_request()
+        if by_request is not None:
+            by_request.grow(request_id, budget)
+
     def of_transition(
         self, request_id: str, row: RowPlan, layers: list[ScoredLayer]
     ) -> int:

@@ -13,6 +13,7 @@ from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import UNIFORM
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import ResidencyPlan
+from vllm_h2o.policy.layout import place_of
 from vllm_h2o.policy.placement import Placement
 
 
@@ -51,6 +52,8 @@ class WatchedRequest:
         budget: Slots of a KV head on average.
         is_transition: Whether the step has read the end of its prompt.
         placement: By head, if it has one and the step knew it; else None.
+        grown_at: See `RowPlan`.
+        grown_from: Likewise.
         blocks: `[budget_blocks]` its resident blocks, by layer name.
     """
 
@@ -58,6 +61,8 @@ class WatchedRequest:
     budget: int
     is_transition: bool
     placement: Placement | None
+    grown_at: int = 0
+    grown_from: int = 0
     blocks: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -94,7 +99,10 @@ class Watch:
             known = request and (request.end, request.is_transition)
             if request is None or known != (end, row.is_transition):
                 placement = self._placement(builder, request_id, row.budget)
-                request = WatchedRequest(end, row.budget, row.is_transition, placement)
+                request = WatchedRequest(
+                    end, row.budget, row.is_transition, placement,
+                    row.grown_at, row.grown_from,
+                )  # fmt: skip
                 self.requests[request_id] = request
             blocks = table[i, first : first + builder.layout.budget_blocks]
             request.blocks |= dict.fromkeys(builder.layer_names, blocks.cpu().long())
@@ -137,12 +145,16 @@ def _held(
 ) -> HeldSlots:
     layout, table, placement = impl.layout, impl.placements, request.placement
     places, end = [(impl.pages, block) for block in blocks], request.end
-    if placement is not None and end > request.budget:
+    before = request.grown_from
+    if placement is not None and (end > request.budget or request.grown_at):
         layout = placement.layouts[table.layer][head]
+        if placement.grown_from is not None:
+            before = placement.grown_from.layouts[table.layer][head].budget
         pages_of_head = placement.pages[table.layer][head]
         places = [(table.layers[p.layer], blocks[p.column]) for p in pages_of_head]
     size, last = layout.block_size, layout.slot(end - 1)
-    slots = list(range(min(end, layout.budget)))
+    held = place_of(end, request.grown_at, before)
+    slots = list(range(min(held, layout.budget)))
     if layout.whole_blocks and end > layout.budget:
         # The block of the ring that is being written holds its new tokens only.
         slots = [s for s in slots if s // size != last // size or s <= last]

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.heads import richest_slots
+from vllm_h2o.attention.heads import HeadBudgets
 from vllm_h2o.calibration.head_profiles import (
     check_profile,
     holds_longest,
@@ -37,6 +37,7 @@ from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.config import ATTENTION, AUTO, GATE, MEASURE, H2OConfig
 from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.request import RequestLimits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,9 +55,11 @@ class Resolved:
         profile: Of the model's heads; None: all have the same budget, or each request
             shares it out.
         file: Where the profile is from, if it is a user's.
+        device: Torch's name of the kind of device.
     """
 
     config: H2OConfig
+    device: str
     profile: HeadProfile | None = None
     file: Path | None = None
 
@@ -76,12 +79,17 @@ class Resolved:
             for name, spec in specs.items()
         }
 
+    def limits(self, spec: H2OAttentionSpec) -> RequestLimits:
+        """What requests may ask for, by the spec of a layer that evicts."""
+        longest = spec.max_model_len
+        return RequestLimits.of(self.config, spec.layout, self.device, longest)
+
     def spec(self, spec: H2OAttentionSpec) -> H2OAttentionSpec:
         """The spec of a layer that evicts."""
         head = layer = 0
         if self.profile is not None:
-            layout = spec.layout
-            head, layer = richest_slots(self.profile, self.config, layout, spec)
+            budgets = HeadBudgets(self.profile, self.config, self.limits(spec).ladder)
+            head, layer = budgets.richest_slots(spec.num_kv_heads)
         return replace(
             spec, h2o=self.config, richest_slots=head, richest_layer_slots=layer
         )
@@ -116,7 +124,8 @@ def resolve(model: LoadedModel) -> Resolved:
         config = replace(config, prompt_score=_prompt_score(model, config, profile))
     elif config.gated and not holds_longest(model.vllm_config, config):
         _check_gate(model, config, profile)
-    return Resolved(config, profile, file)
+    device = model.vllm_config.device_config.device_type
+    return Resolved(config, device, profile, file)
 
 
 def _prompt_score(

@@ -5,7 +5,6 @@ Everything here follows from token counts; no score reaches the scheduler.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,8 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
 )
 
-from vllm_h2o.policy.layout import first_observer
+from vllm_h2o.policy.ladder import Climb, Ladder
+from vllm_h2o.policy.layout import first_observer, place_of
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class H2OManager(FullAttentionManager):
         self.policy = kv_cache_spec.h2o
         self._layout = kv_cache_spec.layout
         self.budget = self._layout.budget
+        longest = kv_cache_spec.max_model_len
+        self._engines = Climb(
+            Ladder.of_number(self._layout.budget_blocks, self.block_size, longest)
+        )
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
         self.resident_blocks = 0
@@ -70,6 +74,7 @@ class H2OManager(FullAttentionManager):
         self._prefill_end: dict[str, int] = {}
         self._first_query: dict[str, int] = {}
         self._budget: dict[str, int] = {}
+        self._climb: dict[str, Climb] = {}
         self._growth: dict[str, tuple[int, int, int]] = {}
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
@@ -85,7 +90,7 @@ class H2OManager(FullAttentionManager):
         prefill_end: int,
         most_tokens: int,
         options: RequestOptions = DEFAULTS,
-        budget: int | None = None,
+        climb: Climb | None = None,
     ) -> None:
         """Note where the prompt ends, before its hits are looked up.
 
@@ -97,12 +102,14 @@ class H2OManager(FullAttentionManager):
                 budget nothing will compete, and what ends with its first token will
                 not be decoded: no query has to score.
             options: What the request asks for.
-            budget: Its own, in slots, whole blocks; None: the engine's.
+            climb: The budget that it begins with, and what next; None: the engine's,
+                for good.
         """
         assert not self.req_to_blocks.get(request_id)
         if options.is_full:
             prefill_end = most_tokens
-        budget = self.budget if budget is None else budget
+        climb = climb or self._engines
+        budget = climb.budget
         assert budget <= self.budget and not budget % self.block_size
         first_query = max(budget, prefill_end)
         if most_tokens > max(budget, prefill_end + 1):
@@ -110,7 +117,7 @@ class H2OManager(FullAttentionManager):
             first_query = first_observer(self.policy, prefill_end, window)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
-        self._budget[request_id] = budget
+        self._budget[request_id], self._climb[request_id] = budget, climb
         # By the gate no query has to run for the scores.
         self._lookup.must_run = prefill_end if self.policy.gated else first_query
 
@@ -151,7 +158,8 @@ class H2OManager(FullAttentionManager):
             return num_tokens
         if self._layout.whole_blocks:
             return self._layout.resident_tokens(num_tokens)
-        return min(num_tokens, self._budget[request_id])
+        climb = self._climb[request_id]
+        return min(place_of(num_tokens, climb.grown_at, climb.grown_from), climb.budget)
 
     def replay_boundary(self, request_id: str) -> int:
         """Tokens from which a repeat of the prompt can resume; 0: where stock's can."""
@@ -168,9 +176,18 @@ class H2OManager(FullAttentionManager):
         dense = cdiv(min(num_tokens, end), self.block_size)
         resident = 0
         if num_tokens >= end:
-            held = min(num_tokens, self._budget[request_id])
+            climb = self._climb_at(request_id, num_tokens)
+            held = climb.budget if climb.grown_at else min(num_tokens, climb.budget)
             resident = cdiv(held, self.block_size)
         return dense, resident
+
+    def _climb_at(self, request_id: str, num_tokens: int) -> Climb:
+        """Where a resident request stands that has `num_tokens`.
+
+        One that outgrows its budget gets all blocks of the next one at once.
+        """
+        climb = self._climb[request_id]
+        return climb.next if num_tokens > climb.serves else climb
 
     def _missing(
         self, request_id: str, num_tokens: int, num_hit_blocks: int = 0
@@ -191,7 +208,8 @@ class H2OManager(FullAttentionManager):
         if resident <= 0:
             return min(held * self.block_size, self._prefill_end[request_id] - 1)
         tokens = resident * self.block_size
-        return tokens if tokens < self._budget[request_id] else sys.maxsize
+        climb = self._climb[request_id]
+        return tokens if tokens < climb.budget else climb.serves
 
     def get_num_blocks_to_allocate(
         self,
@@ -223,6 +241,7 @@ class H2OManager(FullAttentionManager):
         if num_tokens <= self._served.get(request_id, 0):
             return []
         dense, resident = self._missing(request_id, num_tokens)
+        self._grow(request_id, num_tokens)
         blocks = self.req_to_blocks[request_id]
         start = len(blocks)
         if request_id not in self._served:
@@ -238,6 +257,18 @@ class H2OManager(FullAttentionManager):
             blocks.extend(self._new_blocks(resident))
         self._served[request_id] = self._tokens_served(request_id)
         return blocks[start:]
+
+    def _grow(self, request_id: str, num_tokens: int) -> None:
+        """Note it where a request outgrows its budget."""
+        if self.stays_dense(request_id):
+            return
+        climb = self._climb_at(request_id, num_tokens)
+        if climb is self._climb[request_id]:
+            return
+        assert num_tokens == climb.grown_at + 1, "a request grows by its next token"
+        self._climb[request_id], self._budget[request_id] = climb, climb.budget
+        growth = climb.grown_at, climb.grown_from, climb.grown_before
+        self._growth[request_id] = growth
 
     def _new_blocks(self, count: int) -> list[KVCacheBlock]:
         if not count:
@@ -284,6 +315,7 @@ class H2OManager(FullAttentionManager):
         self._prefill_end.pop(request_id, None)
         self._first_query.pop(request_id, None)
         self._budget.pop(request_id, None)
+        self._climb.pop(request_id, None)
         self._growth.pop(request_id, None)
         self._served.pop(request_id, None)
         self._releasing.discard(request_id)

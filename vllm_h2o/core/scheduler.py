@@ -50,7 +50,9 @@ class H2OScheduler(AsyncScheduler):
                 publish_alike(manager, self.h2o_managers[0])
         self._layout = self._spec.layout
         device = self.vllm_config.device_config.device_type
-        self._limits = RequestLimits.of(self._spec.h2o, self._layout, device)
+        self._limits = RequestLimits.of(
+            self._spec.h2o, self._layout, device, self.max_model_len
+        )
         self.h2o_stats = H2OStats()
         self._reporter = Reporter()
         self._restarted: list[str] = []
@@ -108,11 +110,10 @@ class H2OScheduler(AsyncScheduler):
         # Checked on arrival. A session has grown since, so that its share may exceed
         # the engine's budget, and is then capped.
         options = self._options_of(request, 0)
-        asked = options.budget
-        budget = None if asked is None else self._limits.budget_of(asked, most)
+        climb = self._limits.climb(options.budget, request.num_tokens, most)
         for manager in self.h2o_managers:
             manager.begin_prefill(
-                request.request_id, request.num_tokens, most, options, budget
+                request.request_id, request.num_tokens, most, options, climb
             )
         return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
 
@@ -253,8 +254,16 @@ class H2OScheduler(AsyncScheduler):
         decay = "" if decay is None else f", decay {decay:g}"
         reading = f", reading {config.read}" if config.reads_part else ""
         merging = f", merging {config.merge}s" if config.merges else ""
+        budget = f"budget {layout.budget} tokens"
+        ladder = self._limits.ladder
+        if len(ladder.budgets) > 1:
+            budget = (
+                f"budget {config.budget} of what a request has, at least "
+                f"{ladder.budgets[0] * ladder.block_size} tokens, of the longest "
+                f"{layout.budget}"
+            )
         return (
-            f"H2O is on: policy {config.policy}, budget {layout.budget} tokens "
+            f"H2O is on: policy {config.policy}, {budget} "
             f"({layout.budget_blocks} blocks of {spec.block_size}): "
             f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "

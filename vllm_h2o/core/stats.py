@@ -64,7 +64,9 @@ class H2OStats:
         computed, scheduled = plan.num_computed_tokens, plan.num_scheduled_tokens
         compressed = plan.first_queries < ends  # else it stays dense
         # A request that decodes has one token.
-        evicting = compressed & plan.decodes & (computed >= budgets)
+        held_then = np.minimum(plan.grown_at, plan.grown_from)
+        places = computed - plan.grown_at + held_then
+        evicting = compressed & plan.decodes & (places >= budgets)
         self.tokens_evicted += int(np.count_nonzero(evicting))
         if layout.whole_blocks:
             for before in computed[evicting].tolist():

@@ -128,7 +128,9 @@ class H2OStatLogger(AggregateStatLoggerBase):
         layout = SlotLayout.from_config(
             config, vllm_config.cache_config.block_size, model_config.max_model_len
         )
-        budget = _gauge("budget_tokens", "Token slots of a request, per KV head.")
+        budget = _gauge(
+            "budget_tokens", "Token slots of the longest request, per KV head."
+        )
         asked = _gauge(
             "policy_info",
             "What was asked for; always 1.",

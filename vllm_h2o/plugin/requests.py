@@ -63,7 +63,9 @@ def _limits(vllm_config: VllmConfig) -> RequestLimits:
     block_size = vllm_config.cache_config.block_size
     longest = vllm_config.model_config.max_model_len
     layout = SlotLayout.from_config(config, block_size, longest)
-    return RequestLimits.of(config, layout, vllm_config.device_config.device_type)
+    return RequestLimits.of(
+        config, layout, vllm_config.device_config.device_type, longest
+    )
 
 
 def _most_tokens(request: EngineCoreRequest, vllm_config: VllmConfig) -> int:

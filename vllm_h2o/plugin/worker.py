@@ -157,8 +157,8 @@ class H2OWorker(H2OCalls, _Stock):
         assert self._resolved is not None
         tables = Tables(self.vllm_config, self._resolved, builders)
         for builder in builders:
-            by_head, by_budget = tables.make(builder, self._step.transitions)
-            builder.bind(self._step, by_head, by_budget)
+            group = tables.make(builder, self._step.transitions)
+            builder.bind(self._step, group)
 
     @property
     def _h2o_layers(self) -> dict[str, Any]:

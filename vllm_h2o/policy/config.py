@@ -40,8 +40,9 @@ class H2OConfig:
 
     Attributes:
         policy: Name of the preset that the values started from.
-        budget: Token slots per request, an `int`, or a percentage of
-            max-model-len such as `"20%"`. Rounded up to whole blocks.
+        budget: Token slots per request, an `int`, or a percentage such as `"20%"` of
+            what the request has (`vllm_h2o.policy.ladder`). Rounded up to whole blocks.
+        min_budget: Token slots of a request at least, where the budget is a percentage.
         recent_ratio: Share of the budget that the recent window takes, rounded
             to whole blocks, at least one for either part. 1.0: no heavy set,
             only sinks and recent tokens.
@@ -79,9 +80,12 @@ class H2OConfig:
     policy: str = "h2o"
     budget: int | str = option(
         "20%",
-        "Token slots per request, rounded up to whole blocks, or a percentage of "
-        "--max-model-len such as 20%.",
+        "Token slots per request, rounded up to whole blocks, or a percentage of the "
+        "tokens that the request has, such as 20%.",
         parse_budget,
+    )
+    min_budget: int = option(
+        256, "Token slots per request at least, where the budget is a percentage.", int
     )
     recent_ratio: float = option(
         0.35,
@@ -159,6 +163,7 @@ class H2OConfig:
         check_int("pooling", self.pooling, 1, MOST_POOLING)
         if self.pooling % 2 == 0:
             raise bad("pooling", self.pooling, "use an odd width, 1 for none")
+        check_int("min_budget", self.min_budget, 1, MOST_TOKENS)
         check_choice("score", self.score, tuple(METHODS))
         check_choice("prompt_score", self.prompt_score, _PROMPT_SCORES)
         check_choice("eviction_unit", self.eviction_unit, _UNITS)
@@ -262,8 +267,13 @@ class H2OConfig:
         """Whether heads may have budgets of their own: tokens compete by score."""
         return self.keeps_heavy_set and self.eviction_unit == "token"
 
+    @property
+    def share(self) -> float | None:
+        """Of its tokens that a request keeps; None: the budget is a number."""
+        return share_of(self.budget) if isinstance(self.budget, str) else None
+
     def budget_tokens(self, max_model_len: int) -> int:
-        """Token slots asked for, before rounding up to blocks."""
+        """Token slots asked for the longest request, before rounding up to blocks."""
         if isinstance(self.budget, int):
             return self.budget
         return max(1, part_of(max_model_len, self.budget))

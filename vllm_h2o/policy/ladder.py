@@ -7,7 +7,8 @@ that outgrows its class goes on with the next one's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 
 _STEP = 1 + 1 / 8
 _ROOM = 1.25
@@ -54,11 +55,13 @@ class Ladder:
         while blocks < most_blocks:
             # A request fills its budget, and heads part, before it grows.
             length = max(int(blocks / share), blocks + 1) * block_size
-            if length >= max_model_len:
+            # Between two classes lie more tokens than what a head gains on average.
+            if length + (most_blocks - blocks) * block_size > max_model_len:
                 break
             budgets.append(blocks)
             lengths.append(length)
-            blocks = max(int(blocks * _STEP), blocks + 1)
+            # What a budget holds the one before serves: see `enters`.
+            blocks = max(int(blocks * min(_STEP, 1 / share)), blocks + 1)
         budgets.append(most_blocks)
         lengths.append(max_model_len)
         return cls(block_size, tuple(budgets), tuple(lengths), share)
@@ -67,6 +70,12 @@ class Ladder:
     def of_number(cls, blocks: int, block_size: int, max_model_len: int) -> Ladder:
         """One class, whose budget all requests have."""
         return cls(block_size, (blocks,), (max_model_len,))
+
+    def up_to(self, blocks: int) -> tuple[int, ...]:
+        """The budgets that grow to one of `blocks`, and that one; else that alone."""
+        if blocks not in self.budgets:
+            return (blocks,)
+        return self.budgets[: self.budgets.index(blocks) + 1]
 
     def serves(self, step: int, share: float | None = None) -> int:
         """Tokens of the longest request that a budget serves.
@@ -89,8 +98,62 @@ class Ladder:
             most_tokens: That it can have at its end.
             share: See `serves`.
         """
-        aim = min(most_tokens, max(int(num_tokens * _ROOM), num_tokens))
-        step = 0
-        while self.serves(step, share) < aim:
+        aim, step = min(most_tokens, int(num_tokens * _ROOM)), 0
+        while self.serves(step, share) < max(aim, num_tokens):
             step += 1
+        # Heads that part when a budget is filled find their tokens in pages of their
+        # own, which they are sure to have first by the smallest budget alone.
+        while step and num_tokens <= self.budgets[step] * self.block_size:
+            step -= 1
         return step
+
+
+@dataclass(frozen=True)
+class Climb:
+    """Where a request stands on a ladder.
+
+    Attributes:
+        ladder: The ladder.
+        step: Index of its budget.
+        share: The request's own, see `Ladder.serves`.
+        grown_at: Tokens that the request had when it came to this step; 0: it has begun
+            with it.
+        grown_before: The same of the step before; 0: it had begun with that.
+    """
+
+    ladder: Ladder
+    step: int = 0
+    share: float | None = None
+    grown_at: int = 0
+    grown_before: int = 0
+
+    @property
+    def budget(self) -> int:
+        """Slots of a KV head on average."""
+        return self.ladder.budgets[self.step] * self.ladder.block_size
+
+    @property
+    def grown_from(self) -> int:
+        """The budget before it grew; 0: it has not."""
+        if not self.grown_at:
+            return 0
+        return self.ladder.budgets[self.step - 1] * self.ladder.block_size
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the budget grows no more."""
+        return self.step == len(self.ladder.budgets) - 1
+
+    @property
+    def serves(self) -> int:
+        """Tokens of the longest request that the budget serves."""
+        if self.is_last:
+            return sys.maxsize
+        return self.ladder.serves(self.step, self.share)
+
+    @property
+    def next(self) -> Climb:
+        """The step that the request goes on with when it has outgrown this one."""
+        return replace(
+            self, step=self.step + 1, grown_at=self.serves, grown_before=self.grown_at
+        )

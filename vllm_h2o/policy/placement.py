@@ -10,7 +10,7 @@ more borrows them from heads of the same index in other layers, column by column
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
@@ -37,11 +37,14 @@ class Placement:
         budget: Slots of a head on average.
         layouts: `[num_layers][num_kv_heads]` the slots of each head.
         pages: `[num_layers][num_kv_heads][blocks of the head]` where they are.
+        grown_from: What grows to this, whose pages are the first of these; None:
+            nothing does.
     """
 
     budget: int
     layouts: Sequence[Sequence[SlotLayout]]
     pages: Sequence[Sequence[Sequence[PageOf]]]
+    grown_from: Placement | None = None
 
     @classmethod
     def of_blocks(
@@ -64,6 +67,60 @@ class Placement:
             for layer in blocks
         ]
         return cls(budget_blocks * block_size, layouts, lend(blocks, budget_blocks))
+
+    @classmethod
+    def alike(
+        cls,
+        shape: tuple[int, int],
+        budgets: Sequence[int],
+        config: H2OConfig,
+        block_size: int,
+    ) -> Placement:
+        """Give every head as many blocks, of its own.
+
+        Args:
+            shape: Layers and KV heads.
+            budgets: Blocks of a head: that which grows to the other, if there is one,
+                and the other.
+            config: The policy.
+            block_size: Slots of a block.
+        """
+        placement = None
+        for blocks in budgets:
+            wanted = [[blocks] * shape[1]] * shape[0]
+            grown = cls.of_blocks(wanted, blocks, config, block_size)
+            placement = replace(grown, grown_from=placement)
+        assert placement is not None
+        return placement
+
+    def grown(
+        self, budget_blocks: int, config: H2OConfig, block_size: int
+    ) -> Placement:
+        """Give every head as many blocks more, of its own.
+
+        Args:
+            budget_blocks: Of a head on average, from then on.
+            config: The policy.
+            block_size: Slots of a block.
+        """
+        first = self.budget // block_size
+        layouts = [
+            [
+                SlotLayout.of_blocks(
+                    config, block_size, layout.budget_blocks + budget_blocks - first
+                )
+                for layout in layer
+            ]
+            for layer in self.layouts
+        ]
+        pages = [
+            [
+                [*mine, *(PageOf(layer, n) for n in range(first, budget_blocks))]
+                for mine in heads
+            ]
+            for layer, heads in enumerate(self.pages)
+        ]
+        return Placement(budget_blocks * block_size, layouts, pages, self)
 
     @property
     def budgets(self) -> list[int]:

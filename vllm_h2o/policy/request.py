@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from vllm_h2o.policy.config import ATTENTION, H2OConfig
+from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.options import parse_budget, parse_window, part_of, shown
+from vllm_h2o.policy.options import parse_budget, parse_window, part_of, share_of, shown
 from vllm_h2o.policy.presets import FULL
 
 KEY = "h2o"
@@ -25,44 +26,67 @@ class RequestLimits:
     Attributes:
         config: The engine's policy.
         layout: The slots of a request that asks for no budget: none has more.
+        ladder: The budgets of requests that ask for none.
         why_one_budget: Why requests have no budgets of their own; empty: they may.
     """
 
     config: H2OConfig
     layout: SlotLayout
+    ladder: Ladder
     why_one_budget: str = ""
 
     @classmethod
-    def of(cls, config: H2OConfig, layout: SlotLayout, device: str) -> RequestLimits:
-        """The limits of an engine on a kind of device, by torch's name of it."""
-        why = ""
+    def of(
+        cls, config: H2OConfig, layout: SlotLayout, device: str, max_model_len: int
+    ) -> RequestLimits:
+        """The limits of an engine.
+
+        Args:
+            config: The policy.
+            layout: The slots of the longest request.
+            device: Torch's name of its kind.
+            max_model_len: Tokens of the longest request.
+        """
+        why, size = "", layout.block_size
         if layout.whole_blocks:
             why = "the engine was started with --h2o-eviction-unit block"
         elif device != "cpu":
             why = f"they are there on CPU only, not on {device}"
-        return cls(config, layout, why)
+        share = config.share
+        if share is None or why or layout.budget >= max_model_len:
+            ladder = Ladder.of_number(layout.budget_blocks, size, max_model_len)
+        else:
+            least = max(config.min_budget, size * _fewest_blocks(config, size))
+            ladder = Ladder.of_share(
+                share, least, layout.budget_blocks, size, max_model_len
+            )
+        return cls(config, layout, ladder, why)
 
     @cached_property
     def fewest_blocks(self) -> int:
         """Blocks of a request at least: a heavy and a recent one, and the sinks'."""
-        size = self.layout.block_size
-        blocks = max(2, SlotLayout.fewest_blocks(self.config, size))
-        return max(blocks, self.config.sinks // size + 1)
+        return _fewest_blocks(self.config, self.layout.block_size)
 
-    def budget_of(self, asked: int | str | None, most_tokens: int) -> int:
-        """Slots that a request gets: whole blocks, at most the engine's budget.
+    def climb(
+        self, asked: int | str | None, num_tokens: int, most_tokens: int
+    ) -> Climb:
+        """The budget that a request begins with: at most the engine's; and what next.
 
         Args:
-            asked: Tokens, or `"N%"`; None: the engine's budget.
+            asked: Tokens, or `"N%"`; None: as the engine has it.
+            num_tokens: Of what it reads.
             most_tokens: That the request can have at its end.
         """
+        size, most = self.layout.block_size, self.layout.budget_blocks
+        if self.ladder.share is not None and not isinstance(asked, int):
+            share = None if asked is None else share_of(asked)
+            step = self.ladder.enters(num_tokens, most_tokens, share)
+            return Climb(self.ladder, step, share)
         if asked is None:
-            return self.layout.budget
+            return Climb(self.ladder)
         tokens = part_of(most_tokens, asked) if isinstance(asked, str) else asked
-        size = self.layout.block_size
-        return min(
-            max(-(-tokens // size), self.fewest_blocks) * size, self.layout.budget
-        )
+        blocks = min(max(-(-tokens // size), self.fewest_blocks), most)
+        return Climb(Ladder.of_number(blocks, size, most_tokens))
 
 
 @dataclass(frozen=True)
@@ -147,6 +171,12 @@ class RequestOptions:
             raise _bad("budget", asked, f"all have the engine's, {why}: leave it out")
         most, size = limits.layout.budget, limits.layout.block_size
         share = isinstance(parsed, str)
+        engines = limits.ladder.share
+        if isinstance(parsed, str) and engines is not None:
+            if share_of(parsed) > engines:
+                fix = "more than the engine's (--h2o-budget), use "
+                raise _bad("budget", asked, f"{fix}'{100 * engines:g}%' or less")
+            return parsed
         tokens = part_of(most_tokens, parsed) if isinstance(parsed, str) else parsed
         if tokens > most:
             of = f"{tokens} of its {most_tokens} tokens, " if share else ""
@@ -194,6 +224,11 @@ class RequestOptions:
         if report is None:
             raise _bad("report", self.report, "use true or false")
         return report
+
+
+def _fewest_blocks(config: H2OConfig, block_size: int) -> int:
+    blocks = max(2, SlotLayout.fewest_blocks(config, block_size))
+    return max(blocks, config.sinks // block_size + 1)
 
 
 def asks_anything(extra_args: Mapping[str, Any] | None) -> bool:

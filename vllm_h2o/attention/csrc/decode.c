@@ -49,8 +49,9 @@ typedef struct {
     const int64_t *first_queries; /* [num_rows] first query that scores */
     const int32_t *placements;    /* [num_rows] in the tables below; NULL: all 0 */
     const int64_t *grown_at;      /* [num_rows] tokens when a row's budget last grew */
-    /* How heads split slots, by placement; all NULL for none. Of 0 only the order is
-     * read: there all have `budget` and `heavy_slots`, in blocks of their own. */
+    /* How heads split slots, by placement; all NULL for none. Of 0 only the order and
+     * what has grown are read: there all have `budget` and `heavy_slots`, in blocks of
+     * their own. */
     const int64_t *head_sizes;    /* [.][num_kv_heads][3] budget, heavy slots, the
                                    * budget before it grew to this one */
     const int64_t *head_offsets;  /* [.][num_kv_heads][head_blocks] see h2o_slots */
@@ -133,16 +134,16 @@ static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
                    .place = a->positions[row],
                    .first_query = a->first_queries[row]};
     const int64_t placement = h2o_placement_of(a, row);
+    const int64_t at = placement * a->num_kv_heads + head;
+    const int64_t *sizes = a->head_sizes + 3 * at;
     if (placement) {
-        const int64_t at = placement * a->num_kv_heads + head;
-        const int64_t *sizes = a->head_sizes + 3 * at;
         r.budget = sizes[0];
         r.heavy_slots = sizes[1];
         r.offset = a->head_offsets + at * a->head_blocks;
         r.column = a->head_columns + at * a->head_blocks;
-        const int64_t grown_at = a->grown_at ? a->grown_at[row] : 0;
-        r.place -= grown_at - (grown_at < sizes[2] ? grown_at : sizes[2]);
     }
+    const int64_t grown_at = a->grown_at ? a->grown_at[row] : 0;
+    if (grown_at) r.place -= grown_at - (grown_at < sizes[2] ? grown_at : sizes[2]);
     r.slot = r.place < r.heavy_slots
                  ? r.place
                  : r.heavy_slots +
