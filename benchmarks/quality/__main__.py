@@ -207,8 +207,9 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in args.budgets or OTHER_BUDGETS:
+        share: Variant = ("h2o share", "h2o", {"budget": f"{100 * fraction:g}%"})
         yield from _ours(
-            [H2O, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES], fraction, work
+            [H2O, share, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES], fraction, work
         )
         yield from _peers(PRESSES, fraction, work)
         budget = tokens_of(fraction, work["context_tokens"])

@@ -7,6 +7,7 @@ from tests.attention.test_decode import make_cache
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import (
     UNIFORM,
+    Budget,
     BudgetPlacements,
     PlacementTable,
     RequestPlacements,
@@ -14,7 +15,7 @@ from vllm_h2o.attention.placements import (
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Queries
-from vllm_h2o.policy.placement import Placement
+from vllm_h2o.policy.placement import PageOf, Placement
 from vllm_h2o.policy.presets import PRESETS
 
 NUM_LAYERS, NUM_HEADS, BLOCK, BUDGET_BLOCKS, LONGEST = 3, 2, 16, 4, 20
@@ -33,7 +34,7 @@ def requests():
     return RequestPlacements(table, CONFIG, layout)
 
 
-def split(requests, name, num_tokens=300, budget=BUDGET_BLOCKS * BLOCK):
+def split(requests, name, num_tokens=300, budget=BUDGET_BLOCKS * BLOCK, is_fixed=True):
     """Blocks of the layers' first heads, where the first layer is preferred by far."""
     states = [
         {
@@ -45,7 +46,7 @@ def split(requests, name, num_tokens=300, budget=BUDGET_BLOCKS * BLOCK):
     ]
     first = max(num_tokens - 32, 0)
     queries = Queries(torch.arange(num_tokens), first, num_tokens)
-    requests.split(name, states, queries, budget)
+    requests.split(name, states, queries, Budget(budget, is_fixed))
     table, index = requests.table, requests.index(name)
     layouts = table.placement(index).layouts
     blocks = [layer[0].budget_blocks for layer in layouts]
@@ -95,15 +96,15 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
         )
 
     made, ladder = [], Ladder.of_number(BUDGET_BLOCKS, BLOCK, 1024)
-    split = (lambda n: made.append(n * BLOCK) or by_profile(n)) if by_head else None
+    split = (lambda n, _: made.append(n * BLOCK) or by_profile(n)) if by_head else None
     end = BudgetPlacements.indices(layout, max_requests=2)
     assert end == 6 and BudgetPlacements.indices(layout, max_requests=1) == 4
     layers = requests.table.layers
     table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, end)
     budgets = BudgetPlacements(table, CONFIG, ladder, 4, split)
-    assert budgets.uniform_index(layout.budget) == UNIFORM and not made
+    assert budgets.uniform_index(Budget(layout.budget, True)) == UNIFORM and not made
     for budget in (32, 48, 48, 32):  # there is room for one
-        assert budgets.uniform_index(budget) == 2
+        assert budgets.uniform_index(Budget(budget, True)) == 2
         sizes = table.sizes[:, 2, :, 0]
         assert (sizes == budget).all()
         assert table.placement(2).budget == budget
@@ -114,5 +115,43 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
             assert table.sizes[:, 3, 0, 0].tolist() == wanted
     assert made == ([32, 48, 32] if by_head else [])
     both = BudgetPlacements(table, CONFIG, ladder, end, split)
-    assert {both.uniform_index(32), both.uniform_index(48)} == {2, 4}
-    assert both.uniform_index(32) != both.uniform_index(48)
+    assert {
+        both.uniform_index(Budget(32, True)),
+        both.uniform_index(Budget(48, True)),
+    } == {2, 4}
+    assert both.uniform_index(Budget(32, True)) != both.uniform_index(Budget(48, True))
+
+
+def test_a_fixed_budget_is_split_apart_from_the_ladder(requests):
+    """Where requests grow to it, heads do not have their own pages first."""
+    layout, layers = requests.layout, requests.table.layers
+    ladder = Ladder(BLOCK, (2, 3, BUDGET_BLOCKS), (64, 96, 1024), 0.25)
+    made = []
+
+    def by_profile(n, climbs):
+        made.append((n, climbs))
+        return Placement.of_blocks([[n] * 2] * 3, n, CONFIG, BLOCK)
+
+    table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, 12)
+    budgets = BudgetPlacements(table, CONFIG, ladder, 12, by_profile)
+    assert budgets.uniform_index(Budget(64)) == UNIFORM
+    assert budgets.uniform_index(Budget(32, True)) == budgets.uniform_index(Budget(32))
+    fixed, own = Budget(48, True), Budget(64, True)
+    indices = [budgets.uniform_index(x) for x in (Budget(48), fixed, own)]
+    assert len({*indices, UNIFORM}) == 4
+    assert made == [(2, True), (3, True), (3, False), (4, False)]
+    # What grows to it, where something does.
+    assert table.sizes[0, indices, 0, 2].tolist() == [32, 48, 64]
+    assert table.sizes[0, UNIFORM, 0, 2] == 48
+
+
+def test_a_head_that_grows_stays_within_the_longest_request(requests):
+    assert split(requests, "a", 30, 32, is_fixed=True) == [4, 1, 1]
+    requests.table.most_blocks = [5] * NUM_LAYERS
+    assert split(requests, "a", 30, 32, is_fixed=False) == [3, 2, 1]
+    requests.grow("a", BUDGET_BLOCKS * BLOCK)
+    placement = requests.table.placement(requests.index("a"))
+    assert [layer[0].budget_blocks for layer in placement.layouts] == [5, 4, 3]
+    assert placement.pages[1][0][-2:] == [PageOf(1, 2), PageOf(1, 3)]
+    assert len({page for layer in placement.pages for page in layer[0]}) == 12
+    assert requests.table.sizes[:, requests.index("a"), 0, 2].tolist() == [48, 32, 16]

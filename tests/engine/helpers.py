@@ -157,12 +157,19 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 def assert_equal_densely(
-    llm: Any, prompts: list[list[int]], expected: list[Any]
+    llm: Any,
+    prompts: list[list[int]],
+    expected: list[Any],
+    wishes: list[dict[str, Any]] | None = None,
 ) -> None:
     """Assert that tokens, survivors and their values are those of
-    `tests.reference.dense_h2o`."""
+    `tests.reference.dense_h2o`; with what each request asks of H2O."""
     llm.collective_rpc("probe_watch")
-    tokens = generate(llm, prompts, len(expected[0].tokens))
+    asked = wishes or [{}] * len(prompts)
+    parameters = [
+        greedy(len(expected[0].tokens), extra_args={"h2o": wish}) for wish in asked
+    ]
+    tokens = answers(llm, prompts, parameters)
     survivors = list(llm.collective_rpc("probe_survivors")[0].values())
     values = list(llm.collective_rpc("probe_values")[0].values())
     assert len(survivors) == len(prompts)

@@ -24,8 +24,9 @@ pytestmark = pytest.mark.engine
 BLOCK, LONGEST, NUM_TOKENS = 32, 224, 70
 # 2 blocks up to 96 tokens, 3 up to 128, 4 up to 160, 5 up to 224.
 LADDER = Ladder.of_share(0.7, 64, 5, BLOCK, LONGEST)
-# The first is compressed to 3 blocks, the other fills two while it generates.
-LENGTHS = (102, 62)
+# The first is compressed to 3 blocks, the second fills two while it generates. The
+# third asks for 3, and fills these.
+LENGTHS, WISHES = (102, 62, 70), [{}, {}, {"budget": 96}]
 OPTIONS = {
     "kv_policy": "h2o",
     "h2o_budget": "70%",
@@ -83,19 +84,23 @@ def expected(prompt, variant, sizes_of):
 
 @pytest.mark.parametrize("by_head", [True, False], ids=["by head", "uniform"])
 def test_a_request_that_grows_equals_its_dense_reference(by_head):
-    """In chunks; the second time they hit the prefix cache."""
+    """Beside one that does not; in chunks, and the second time with prefix hits."""
     profile = HeadProfile.load(SMOLLM2_HEADS)
     config = H2OConfig(recent_ratio=0.5, budget="70%", min_budget=64)
     budgets = HeadBudgets(profile, config, LADDER)
 
-    def sizes_of(blocks):
-        split = budgets.blocks(blocks) if by_head else [[blocks] * 3] * 30
+    def sizes_of(blocks, climbs=True):
+        split = budgets.blocks(blocks, climbs) if by_head else [[blocks] * 3] * 30
         return [[own_sizes(n, BLOCK) for n in layer] for layer in split]
 
     prompts, variant = prompts_of(*LENGTHS), Variant(64, 15, "mean", "token", sinks=0)
-    results = [expected(prompt, variant, sizes_of) for prompt in prompts]
+    results = [expected(prompt, variant, sizes_of) for prompt in prompts[:2]]
+    results += generate(
+        DenseLlama(ensure_model()), prompts[2], NUM_TOKENS, [variant],
+        own_sizes(3, BLOCK), sizes_of(3, climbs=False),
+    )  # fmt: skip
     heads = "auto" if by_head else "uniform"
     with engine(**OPTIONS, h2o_head_budgets=heads) as llm:
         for _ in range(2):
-            assert_equal_densely(llm, prompts, results)
+            assert_equal_densely(llm, prompts, results, WISHES)
         assert_pool_whole(llm)

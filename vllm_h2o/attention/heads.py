@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.placement import PageOf, Placement, lend_by_budget
+from vllm_h2o.policy.placement import PageOf, Placement, layouts_of, lend_by_budget
 from vllm_h2o.policy.profile import (
     HeadProfile,
     Spending,
@@ -44,43 +43,49 @@ class HeadBudgets:
         self._profile, self._config, self._ladder = profile, config, ladder
         self._kv_heads = kv_heads
         order = self._order(ladder.budgets, ladder.lengths)
-        self._blocks = [order.blocks(blocks).tolist() for blocks in ladder.budgets]
+        # Of any of the model's heads, or ranks would split differently.
+        self._richest = int(order.blocks(ladder.budgets[-1]).max())
+        own = order.of_heads(kv_heads)
+        self._blocks = [own.blocks(blocks).tolist() for blocks in ladder.budgets]
 
-    def _order(self, budgets: Sequence[int], lengths: Sequence[int]) -> SpendingOrder:
+    def _order(
+        self, budgets: Sequence[int], lengths: Sequence[int], most: int | None = None
+    ) -> SpendingOrder:
         size = self._ladder.block_size
         fewest = SlotLayout.fewest_blocks(self._config, size)
         profile = self._profile
         curves = json.dumps(
             [profile.grid_tokens, profile.errors, "", profile.context_tokens]
         )
-        order = _ordered(curves, tuple(budgets), tuple(lengths), size, fewest)
-        return order.of_heads(self._kv_heads)
+        return _ordered(curves, tuple(budgets), tuple(lengths), size, fewest, most)
 
     @functools.cached_property
     def _pages(self) -> list[list[list[PageOf]]]:
         return lend_by_budget(self._blocks, self._ladder.budgets)
 
-    def blocks(self, budget_blocks: int) -> list[list[int]]:
+    def blocks(self, budget_blocks: int, climbs: bool = True) -> list[list[int]]:
         """`[num_layers][num_kv_heads]` blocks of a budget.
 
         Args:
             budget_blocks: Of a head on average.
+            climbs: Whether it is on the ladder.
         """
         ladder = self._ladder
-        if budget_blocks in ladder.budgets:
+        if climbs:
             return self._blocks[ladder.budgets.index(budget_blocks)]
         longest = ladder.lengths[-1]
         if ladder.share is not None:
             served = int(budget_blocks * ladder.block_size / ladder.share)
             longest = min(served, longest)
-        blocks = self._order([budget_blocks], [longest]).blocks(budget_blocks)
+        order = self._order([budget_blocks], [longest], self._richest)
+        blocks = order.of_heads(self._kv_heads).blocks(budget_blocks)
         return blocks.tolist()
 
-    def placement(self, budget_blocks: int) -> Placement:
-        """Where these are; argument as of `blocks`."""
+    def placement(self, budget_blocks: int, climbs: bool = True) -> Placement:
+        """Where these are; arguments as of `blocks`."""
         config, size = self._config, self._ladder.block_size
-        if budget_blocks not in self._ladder.budgets:
-            wanted = self.blocks(budget_blocks)
+        if not climbs:
+            wanted = self.blocks(budget_blocks, climbs)
             return Placement.of_blocks(wanted, budget_blocks, config, size)
         placement = None
         for blocks in self._ladder.up_to(budget_blocks)[-2:]:
@@ -89,8 +94,8 @@ class HeadBudgets:
                 [mine[:count] for mine, count in zip(heads, counts, strict=True)]
                 for heads, counts in zip(self._pages, wanted, strict=True)
             ]
-            split = Placement.of_blocks(wanted, blocks, config, size)
-            placement = replace(split, pages=pages, grown_from=placement)
+            layouts = layouts_of(wanted, config, size)
+            placement = Placement(blocks * size, layouts, pages, placement)
         assert placement is not None
         return placement
 
@@ -113,6 +118,7 @@ def _ordered(
     lengths: tuple[int, ...],
     block_size: int,
     fewest: int,
+    richest: int | None,
 ) -> SpendingOrder:
     """Once for all that ask at startup: long contexts and many layers take seconds."""
     profile = HeadProfile(*json.loads(curves))
@@ -124,5 +130,7 @@ def _ordered(
             more = length // block_size - stages[-1].max_blocks
         most = -(-length // block_size)
         stretched = profile.stretched(most * block_size, blocks * block_size)
+        if richest is not None:
+            most = min(most, richest)
         stages.append(Spending(stretched, blocks, most, more))
     return spending_order(stages, block_size, fewest)

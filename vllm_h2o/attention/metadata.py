@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows
-from vllm_h2o.attention.placements import ALIKE, GroupPlacements
+from vllm_h2o.attention.placements import ALIKE, Budget, GroupPlacements
 from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.rows import RowTensors, select_rows
 from vllm_h2o.attention.step import StepRows
@@ -83,7 +83,7 @@ class H2OMetadataBuilder(_Stock):
         self.layout = kv_cache_spec.layout
         self.layers: Sequence[Any] = ()
         self.by_head: Sequence[Any] = ()
-        self.placements = RowPlacements(self.layout.budget)
+        self.placements = RowPlacements()
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
         scratch = self._decode_scratch(vllm_config, max_rows)
@@ -109,9 +109,8 @@ class H2OMetadataBuilder(_Stock):
         self.step, self.layers = step, group.layers
         self.by_head = group.layers if group.by_head else ()
         self.placements = RowPlacements(
-            self.layout.budget, group.by_head, group.by_budget,
-            lambda: step.transitions.by_request,
-        )  # fmt: skip
+            group.by_head, group.by_budget, lambda: step.transitions.by_request
+        )
         self._tensors.bind(group.by_head or group.by_budget is not None)
 
     def build(
@@ -239,7 +238,7 @@ class H2OMetadataBuilder(_Stock):
                 layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
                 for layer in self.layers
             ]
-            before = self.placements.index(request_id, row.grown_from, True)
+            before = self.placements.index(request_id, Budget(row.grown_from), True)
             kernels = layers[0].params.kernels
             assert kernels is not None
             kernels.order_rings(layers, blocks, before, row.grown_at, row.grown_before)
@@ -267,7 +266,7 @@ class H2OMetadataBuilder(_Stock):
                 layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
                 for layer in self.by_head
             ]
-            placement = self.placements.index(rows.request_ids[i], row.budget, True)
+            placement = self.placements.index(rows.request_ids[i], Budget.of(row), True)
             kernels = layers[0].params.kernels
             assert kernels is not None
             kernels.transition(

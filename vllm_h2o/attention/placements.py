@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
@@ -139,6 +140,24 @@ def _zeros(dtype: Any, *shape: int) -> torch.Tensor:
     return torch.from_numpy(np.zeros(shape, dtype))
 
 
+class Budget(NamedTuple):
+    """A request's budget.
+
+    Attributes:
+        slots: Of a KV head on average, whole blocks.
+        is_fixed: Whether the request has asked for them; else it is on the engine's
+            ladder.
+    """
+
+    slots: int
+    is_fixed: bool = False
+
+    @classmethod
+    def of(cls, row: RowPlan) -> Budget:
+        """That of a row."""
+        return cls(row.budget, bool(row.is_fixed))
+
+
 class BudgetPlacements:
     """The placements of requests by their budgets, made when one is asked for.
 
@@ -153,7 +172,7 @@ class BudgetPlacements:
         config: H2OConfig,
         ladder: Ladder,
         end: int,
-        split: Callable[[int], Placement] | None = None,
+        split: Callable[[int, bool], Placement] | None = None,
     ) -> None:
         """Use the table's indices before `end`.
 
@@ -162,50 +181,56 @@ class BudgetPlacements:
             config: The policy.
             ladder: The budgets of requests that ask for none; the last is the engine's.
             end: See `indices`.
-            split: Gives heads budgets of their own, by the blocks of one on average;
-                None: all are alike, or each request is split in its own way.
+            split: Gives heads budgets of their own, by the blocks of one on average and
+                whether that is on the ladder; None: all are alike, or each request is
+                split in its own way.
         """
         self._table, self._config, self._ladder = table, config, ladder
         self._split = split
         self._free = list(range(2, end, 2))
-        self._index: dict[int, int] = {}  # by blocks, the last used is the last
+        # By blocks and whether these are on the ladder, the last used is the last.
+        self._index: dict[tuple[int, bool], int] = {}
         if len(ladder.budgets) > 1:
             table.grows_from(ladder.budgets[-2] * ladder.block_size)
 
     @staticmethod
     def indices(layout: SlotLayout, max_requests: int) -> int:
         """How many indices budgets up to the engine's need, of so many requests."""
-        return 2 + 2 * max(min(layout.budget_blocks - 2, max_requests), 0)
+        return 2 + 2 * max(min(2 * layout.budget_blocks, max_requests), 0)
 
-    def uniform_index(self, budget: int) -> int:
+    def uniform_index(self, budget: Budget) -> int:
         """Where the placement of a request is that does not fill its budget yet.
 
         The one that it has from then on, where heads have budgets of their own, is at
         the next index.
 
         Args:
-            budget: In slots, whole blocks, two at least.
+            budget: Of two blocks at least.
         """
-        blocks = budget // self._ladder.block_size
-        if blocks == self._ladder.budgets[-1]:
+        blocks, ladder = budget.slots // self._ladder.block_size, self._ladder.budgets
+        # Heads part in pages of their own by the first split of a ladder alone, so that
+        # who has asked for a later one's budget gets a split apart.
+        climbs = not budget.is_fixed or blocks == ladder[0]
+        if climbs and blocks == ladder[-1]:
             return UNIFORM
-        index = self._index.pop(blocks, None)
+        key = blocks, climbs
+        index = self._index.pop(key, None)
         if index is None:
             oldest = None if self._free else next(iter(self._index))
             index = self._free.pop() if oldest is None else self._index.pop(oldest)
-            self._make(index, blocks)
-        self._index[blocks] = index
+            self._make(index, blocks, climbs)
+        self._index[key] = index
         return index
 
-    def _make(self, index: int, blocks: int) -> None:
+    def _make(self, index: int, blocks: int, climbs: bool) -> None:
         num_layers, _, num_kv_heads = self._table.order.shape
+        budgets = self._ladder.up_to(blocks)[-2:] if climbs else (blocks,)
         alike = Placement.alike(
-            (num_layers, num_kv_heads), self._ladder.up_to(blocks)[-2:],
-            self._config, self._ladder.block_size,
-        )  # fmt: skip
+            (num_layers, num_kv_heads), budgets, self._config, self._ladder.block_size
+        )
         self._table.put(index + UNIFORM, alike)
         if self._split:
-            self._table.put(index + BY_HEAD, self._split(blocks))
+            self._table.put(index + BY_HEAD, self._split(blocks, climbs))
 
 
 @dataclass(frozen=True)
@@ -251,7 +276,11 @@ class RequestPlacements:
         self._index: dict[str, int] = {}
 
     def split(
-        self, request_id: str, states: Sequence[State], queries: Queries, budget: int
+        self,
+        request_id: str,
+        states: Sequence[State],
+        queries: Queries,
+        budget: Budget,
     ) -> None:
         """Give a request its placement, in the place of one that it had.
 
@@ -259,17 +288,19 @@ class RequestPlacements:
             request_id: The request, whose prompt has been read.
             states: Of all evicting layers.
             queries: Who has looked at its tokens.
-            budget: Slots of a head on average.
+            budget: Of a head on average.
         """
         config, size = self.config, self.layout.block_size
         # More than the prompt no head has to keep, unless all of it fits the budget:
         # then it is what is generated that heads will have to choose from.
-        of_prompt, most = -(-queries.seen // size), self.table.most_blocks
-        budget_blocks = budget // size
+        of_prompt, most = -(-queries.seen // size), self.table.most_blocks[0]
+        budget_blocks = budget.slots // size
+        if not budget.is_fixed:  # whatever a head has, it grows by as much as all
+            most -= self.layout.budget_blocks - budget_blocks
         bounds = Bounds(
             len(states) * budget_blocks,
             SlotLayout.fewest_blocks(config, size),
-            of_prompt if of_prompt > budget_blocks else most[0],
+            of_prompt if of_prompt > budget_blocks else most,
         )
         blocks = config.method.split(states, queries, bounds)
         assert blocks is not None, f"{config.score} splits no budget"

@@ -12,6 +12,7 @@ from vllm_h2o.attention.ops import ScoredLayer
 from vllm_h2o.attention.placements import (
     BY_HEAD,
     UNIFORM,
+    Budget,
     BudgetPlacements,
     RequestPlacements,
 )
@@ -28,7 +29,6 @@ class RowPlacements:
 
     def __init__(
         self,
-        budget: int,
         by_head: bool = False,
         by_budget: BudgetPlacements | None = None,
         by_request: Callable[[], RequestPlacements | None] = lambda: None,
@@ -36,17 +36,16 @@ class RowPlacements:
         """Choose for rows of an engine.
 
         Args:
-            budget: The engine's, in slots of a head on average.
             by_head: Whether heads have budgets of their own.
             by_budget: Where requests with budgets of their own are; None: all have the
                 engine's.
             by_request: Where requests are that split their slots each in its own way,
                 while there is a cache; None: nowhere.
         """
-        self._budget, self._by_head = budget, by_head
-        self._by_budget, self._by_request = by_budget, by_request
+        self._by_head, self._by_budget = by_head, by_budget
+        self._by_request = by_request
 
-    def index(self, request_id: str, budget: int, filled: bool) -> int:
+    def index(self, request_id: str, budget: Budget, filled: bool) -> int:
         """Index of a request's placement, before or after it has filled its budget."""
         switched = filled and self._by_head
         by_request = self._by_request()
@@ -59,15 +58,19 @@ class RowPlacements:
     def of_rows(self, rows: ResidencyPlan) -> npt.NDArray[np.int32]:
         """`[num_rows]` indices of the rows of a batch of decodes."""
         filled = (rows.num_computed_tokens >= rows.budgets) | (rows.grown_at > 0)
+        both = 2 * rows.budgets + rows.is_fixed
+        budgets, of_row = np.unique(both, return_inverse=True)
+        uniform = [
+            self.index("", Budget(slots, bool(is_fixed)), False)
+            for slots, is_fixed in (divmod(budget, 2) for budget in budgets.tolist())
+        ]
         switched = BY_HEAD if self._by_head else UNIFORM
-        indices = np.where(filled, switched, UNIFORM).astype(np.int32)
-        others = rows.budgets != self._budget
-        if self._by_request() is not None:
-            others |= filled
-        for i in np.flatnonzero(others).tolist():
-            budget = int(rows.budgets[i])
-            indices[i] = self.index(rows.request_ids[i], budget, bool(filled[i]))
-        return indices
+        indices = np.array(uniform, np.int32)[of_row] + np.where(filled, switched, 0)
+        by_request = self._by_request()
+        if by_request is not None:
+            for i in np.flatnonzero(filled).tolist():
+                indices[i] = by_request.index(rows.request_ids[i])
+        return indices.astype(np.int32)
 
     def grow(self, request_id: str, budget: int) -> None:
         """Let a request's own placement grow, if it has one, to a budget of slots."""
@@ -87,11 +90,11 @@ class RowPlacements:
             row: Its counts.
             layers: All evicting layers, with what the prompt's tokens have got.
         """
-        by_request = self._by_request()
+        by_request, budget = self._by_request(), Budget.of(row)
         if by_request is not None:
             num_tokens, group = row.prefill_end, layers[0].params.group
             tokens = torch.arange(num_tokens)
             queries = Queries(tokens, row.first_query, num_tokens, group)
             states = [layer.state for layer in layers]
-            by_request.split(request_id, states, queries, row.budget)
-        return self.index(request_id, row.budget, row.prefill_end > row.budget)
+            by_request.split(request_id, states, queries, budget)
+        return self.index(request_id, budget, row.prefill_end > row.budget)

@@ -10,7 +10,7 @@ import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import UNIFORM
+from vllm_h2o.attention.placements import UNIFORM, Budget
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.policy.layout import place_of
@@ -98,7 +98,7 @@ class Watch:
             request = self.requests.get(request_id)
             known = request and (request.end, request.is_transition)
             if request is None or known != (end, row.is_transition):
-                placement = self._placement(builder, request_id, row.budget)
+                placement = self._placement(builder, request_id, Budget.of(row))
                 request = WatchedRequest(
                     end, row.budget, row.is_transition, placement,
                     row.grown_at, row.grown_from,
@@ -108,7 +108,7 @@ class Watch:
             request.blocks |= dict.fromkeys(builder.layer_names, blocks.cpu().long())
 
     def _placement(
-        self, builder: H2OMetadataBuilder, request_id: str, budget: int
+        self, builder: H2OMetadataBuilder, request_id: str, budget: Budget
     ) -> Placement | None:
         """That which the request has once it fills its budget, if there is one yet."""
         if self._step.transitions.by_request is not None:

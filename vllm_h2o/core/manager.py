@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from vllm_h2o.core.spec import H2OAttentionSpec
 
-_NEVER_GROWN = 0, 0, 0
+_NEVER_GROWN = 0, 0, 0, 0
 
 
 class H2OManager(FullAttentionManager):
@@ -75,7 +75,7 @@ class H2OManager(FullAttentionManager):
         self._first_query: dict[str, int] = {}
         self._budget: dict[str, int] = {}
         self._climb: dict[str, Climb] = {}
-        self._growth: dict[str, tuple[int, int, int]] = {}
+        self._growth: dict[str, tuple[int, int, int, int]] = {}
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -118,6 +118,8 @@ class H2OManager(FullAttentionManager):
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
         self._budget[request_id], self._climb[request_id] = budget, climb
+        if climb.is_fixed:
+            self._growth[request_id] = 0, 0, 0, 1
         # By the gate no query has to run for the scores.
         self._lookup.must_run = prefill_end if self.policy.gated else first_query
 
@@ -140,9 +142,9 @@ class H2OManager(FullAttentionManager):
     def growths(self, request_ids: Sequence[str]) -> list[list[int]]:
         """How the budget of each has last grown, the last fields of `RowPlan`."""
         if not self._growth:
-            return [[0] * len(request_ids)] * 3
+            return [[0] * len(request_ids)] * 4
         grown = [self._growth.get(name, _NEVER_GROWN) for name in request_ids]
-        return [[growth[field] for growth in grown] for field in range(3)]
+        return [[growth[field] for growth in grown] for field in range(4)]
 
     def stays_dense(self, request_id: str) -> bool:
         """Whether the request keeps its dense blocks.
@@ -267,8 +269,9 @@ class H2OManager(FullAttentionManager):
             return
         assert num_tokens == climb.grown_at + 1, "a request grows by its next token"
         self._climb[request_id], self._budget[request_id] = climb, climb.budget
-        growth = climb.grown_at, climb.grown_from, climb.grown_before
-        self._growth[request_id] = growth
+        self._growth[request_id] = (
+            climb.grown_at, climb.grown_from, climb.grown_before, 0
+        )  # fmt: skip
 
     def _new_blocks(self, count: int) -> list[KVCacheBlock]:
         if not count:

@@ -24,6 +24,8 @@ class RowPlan(NamedTuple):
             computes the next one; 0: it never has.
         grown_from: The budget that it then had.
         grown_before: Tokens of the sequence when that had grown; 0: it had not.
+        is_fixed: Whether the request has asked for this budget, in tokens; else it
+            is on the engine's ladder.
     """
 
     num_computed_tokens: int
@@ -34,6 +36,7 @@ class RowPlan(NamedTuple):
     grown_at: int = 0
     grown_from: int = 0
     grown_before: int = 0
+    is_fixed: int = 0
 
     @property
     def stays_dense(self) -> bool:
@@ -76,7 +79,7 @@ class ResidencyPlan:
 
     Attributes:
         request_ids: The scheduled requests.
-        counts: `[8, num_requests]` int64, the fields of `RowPlan` by request.
+        counts: `[9, num_requests]` int64, the fields of `RowPlan` by request.
         stats: The counters by name.
         restarted: Requests whose prompt is going to be read again, though they neither
             finished nor were preempted: sessions that got their next turn.
@@ -128,6 +131,11 @@ class ResidencyPlan:
     def grown_from(self) -> np.ndarray:
         """`[num_requests]` the budgets that had grown then."""
         return self.counts[6]
+
+    @property
+    def is_fixed(self) -> np.ndarray:
+        """`[num_requests]` 0 or 1, see `RowPlan`."""
+        return self.counts[8]
 
     @property
     def decodes(self) -> np.ndarray:

@@ -76,11 +76,11 @@ class Tables:
             split = self._head_budgets(builder, limits.ladder).placement
             most = spec.largest_budget // spec.block_size
         if split and not several:
-            table = PlacementTable.of(pages, layout, split(layout.budget_blocks))
+            table = PlacementTable.of(pages, layout, split(layout.budget_blocks, True))
         else:
             table = PlacementTable(pages, layout, [most] * len(pages), end + own_places)
             if split:
-                table.put(BY_HEAD, split(layout.budget_blocks))
+                table.put(BY_HEAD, split(layout.budget_blocks, True))
         if own_places:
             transitions.by_request = RequestPlacements(table, spec.h2o, layout, end)
         for layer, part in zip(layers, table.parts(), strict=True):

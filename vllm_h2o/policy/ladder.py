@@ -99,7 +99,8 @@ class Ladder:
             share: See `serves`.
         """
         aim, step = min(most_tokens, int(num_tokens * _ROOM)), 0
-        while self.serves(step, share) < max(aim, num_tokens):
+        last = len(self.budgets) - 1
+        while step < last and self.serves(step, share) < max(aim, num_tokens):
             step += 1
         # Heads that part when a budget is filled find their tokens in pages of their
         # own, which they are sure to have first by the smallest budget alone.
@@ -119,6 +120,7 @@ class Climb:
         grown_at: Tokens that the request had when it came to this step; 0: it has begun
             with it.
         grown_before: The same of the step before; 0: it had begun with that.
+        is_fixed: Whether the request has asked for this budget, in tokens.
     """
 
     ladder: Ladder
@@ -126,6 +128,7 @@ class Climb:
     share: float | None = None
     grown_at: int = 0
     grown_before: int = 0
+    is_fixed: bool = False
 
     @property
     def budget(self) -> int:

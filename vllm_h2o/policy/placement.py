@@ -62,10 +62,7 @@ class Placement:
             config: The policy, which splits a head's slots.
             block_size: Slots of a block.
         """
-        layouts = [
-            [SlotLayout.of_blocks(config, block_size, wanted) for wanted in layer]
-            for layer in blocks
-        ]
+        layouts = layouts_of(blocks, config, block_size)
         return cls(budget_blocks * block_size, layouts, lend(blocks, budget_blocks))
 
     @classmethod
@@ -126,6 +123,16 @@ class Placement:
     def budgets(self) -> list[int]:
         """Slots of every head of every layer."""
         return [layout.budget for layer in self.layouts for layout in layer]
+
+
+def layouts_of(
+    blocks: Sequence[Sequence[int]], config: H2OConfig, block_size: int
+) -> list[list[SlotLayout]]:
+    """The slots of heads that have so many blocks, `[num_layers][num_kv_heads]`."""
+    return [
+        [SlotLayout.of_blocks(config, block_size, wanted) for wanted in layer]
+        for layer in blocks
+    ]
 
 
 def lend(

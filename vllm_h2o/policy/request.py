@@ -86,7 +86,7 @@ class RequestLimits:
             return Climb(self.ladder)
         tokens = part_of(most_tokens, asked) if isinstance(asked, str) else asked
         blocks = min(max(-(-tokens // size), self.fewest_blocks), most)
-        return Climb(Ladder.of_number(blocks, size, most_tokens))
+        return Climb(Ladder.of_number(blocks, size, most_tokens), is_fixed=True)
 
 
 @dataclass(frozen=True)

@@ -624,13 +624,10 @@ static inline void FN(move_staged)(const h2o_decode_args *a, FN(page) page, int6
     if (a->merges) staged.inverse_norm[t] = page.inverse_norm[i];
 }
 
-/* The ring of row 0, whose new token would be written over the oldest. Its pages join
- * the heavy set when the budget grows, and get their bounds here. */
-static int FN(order_ring)(const h2o_decode_args *a, int64_t head) {
+/* The tokens of a full ring, whose next one would be written over the oldest. */
+static int FN(rotate_ring)(const h2o_decode_args *a, const h2o_slots *r) {
     const int64_t bs = a->block_size, hs = a->head_size;
-    const h2o_slots slots = h2o_slots_of(a, 0, head), *r = &slots;
     const int64_t count = r->budget - r->heavy_slots, oldest = r->slot - r->heavy_slots;
-    if (r->place < r->budget) return 0;
     float *state = malloc(count * (2 * hs * sizeof(ELEM) + 3 * sizeof(float)));
     if (!state) return 1;
     FN(page) staged = {.attention = state,
@@ -644,8 +641,18 @@ static int FN(order_ring)(const h2o_decode_args *a, int64_t head) {
             FN(move_staged)(a, FN(page_of)(a, r, s / bs), s % bs, staged, t, back);
         }
     free(state);
-    for (int64_t b = r->heavy_slots / bs; a->read < 1.0 && b < r->budget / bs; ++b)
-        FN(set_bound)(a, FN(page_of)(a, r, b), bs);
+    return 0;
+}
+
+/* Of row 0. The ring's pages join the heavy set when the budget grows, and get their
+ * bounds here. */
+static int FN(order_ring)(const h2o_decode_args *a, int64_t head) {
+    const int64_t bs = a->block_size;
+    const h2o_slots slots = h2o_slots_of(a, 0, head), *r = &slots;
+    const int64_t held = r->place < r->budget ? r->place : r->budget;
+    if (held == r->budget && FN(rotate_ring)(a, r)) return 1;
+    for (int64_t b = r->heavy_slots / bs; a->read < 1.0 && b * bs < held; ++b)
+        FN(set_bound)(a, FN(page_of)(a, r, b), held - b * bs < bs ? held - b * bs : bs);
     return 0;
 }
 
