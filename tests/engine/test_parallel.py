@@ -107,7 +107,8 @@ def save_profile(model, num_kv_heads):
     [
         ("uniform", {}),
         ("by head", {}),
-        ("by head", {"policy": "gate"}),
+        # The budgets of two requests grow.
+        ("by head", {"policy": "gate", "budget": "40%", "h2o_min_budget": 64}),
         ("by request", {"policy": "cake", "h2o_cake_t2": 0.05}),
         # Of whose layers three never get less than the average.
         ("by request", {"policy": "d2o", "num_layers": 7, "h2o_merge": "none"}),
