@@ -30,6 +30,7 @@ from vllm_h2o.attention.ops.triton import (
     copy_kept,
     decode_resident,
     observe,
+    order_rings,
     score_by_gate,
     select,
 )
@@ -82,7 +83,8 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     table = torch.empty(3, layout.budget_blocks, dtype=torch.int32)
     zeros = torch.zeros(3, dtype=torch.long)
     index = zeros.int() if by_head else None
-    rows = ResidentRows(table, zeros, zeros, placements=index)
+    grown_at = zeros if by_head else None
+    rows = ResidentRows(table, zeros, zeros, placements=index, grown_at=grown_at)
     params = DecodeParams(layout, 0.1, softcap, Mean(0.9))
     if by_head:
         params = dataclasses.replace(
@@ -95,6 +97,7 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     copy_kept(pages, blocks, table[0], UNIFORM, kept, state, params)
     gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
     score_by_gate([ScoredLayer(pages, state, gated)], blocks.int(), 0)
+    order_rings([ScoredLayer(pages, state, params)], table[0], UNIFORM, 9, 0)
 
 
 def gate_of(num_kv_heads, head_size, rotary_dim, dtype):
@@ -130,7 +133,7 @@ def launch_decodes():
             query.device, Tuning(num_splits=num_splits),
         )  # fmt: skip
         zeros = torch.zeros(num_rows, dtype=torch.long)
-        rows = ResidentRows(table, zeros, zeros, scratch, zeros.int())
+        rows = ResidentRows(table, zeros, zeros, scratch, zeros.int(), grown_at=zeros)
         decode_resident(query, key, key, pages, rows, params, query)
 
 
@@ -158,6 +161,8 @@ def launch_prompts():
         kept = select(state, placement, start, H2OConfig(), params)
         copy_kept(pages, table, table, placement, kept, state, params)
         score_by_gate([ScoredLayer(pages, state, gated)], table, start)
+        layers = [ScoredLayer(pages, state, params)]
+        order_rings(layers, table, placement, num_tokens, first)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ NAMES = {
     "h2o_evicted_share_bucket",
     "h2o_evicted_share_count",
     "h2o_evicted_share_sum",
+    "h2o_held_tokens_bucket",
+    "h2o_held_tokens_count",
+    "h2o_held_tokens_sum",
     "h2o_policy_info",
     "h2o_transition_seconds_bucket",
     "h2o_transition_seconds_count",
@@ -76,7 +79,9 @@ def test_llm_in_one_process(tmp_path):
             assert now["h2o_transitions_total"] == stats["transitions"] == 1
             assert now["h2o_evicted_tokens_total"] == stats["tokens_evicted"]
             assert now["h2o_freed_dense_blocks_total"] == stats["blocks_freed"]
-            assert now["h2o_evicted_share_count"] == 2
+            assert now["h2o_evicted_share_count"] == now["h2o_held_tokens_count"] == 2
+            # The last token of an answer is not computed.
+            assert now["h2o_held_tokens_sum"] == 64 + (40 + 19)
             assert now["h2o_transition_seconds_count"] == 1
             assert 0 < now["h2o_transition_seconds_sum"] < 60
 

@@ -55,6 +55,7 @@ STATES = ("resident", "prefilling", "dense")
 """Of requests, as `StepReport` names them."""
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """Upper bounds of buckets; the first holds requests that lost nothing."""
+TOKENS = tuple(2.0**power for power in range(5, 18))
 
 SECONDS = tuple(step * 10.0**power for power in (-4, -3, -2, -1) for step in (1, 2, 5))
 
@@ -100,6 +101,14 @@ class H2OStatLogger(AggregateStatLoggerBase):
                 "evicted_share",
                 "Share of its context that a finished request had lost, 0 to 1.",
                 buckets=SHARES,
+            )
+        )
+        self._held = self._each(
+            _metric(
+                Histogram,
+                "held_tokens",
+                "Tokens that a finished request held, per KV head on average.",
+                buckets=TOKENS,
             )
         )
         self._seconds = self._each(
@@ -163,6 +172,7 @@ class H2OStatLogger(AggregateStatLoggerBase):
         for (evicted, context), count in report.finished.items():
             for _ in range(count):
                 self._shares[engine_idx].observe(evicted / context)
+                self._held[engine_idx].observe(context - evicted)
         for microseconds, count in report.took.items():
             for _ in range(count):
                 self._seconds[engine_idx].observe(1e-6 * microseconds)
