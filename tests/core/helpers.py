@@ -269,7 +269,8 @@ class Driver:
         if computed >= end:
             resident = blocks[manager.dense_columns :]
             budget = self.budget_of(request)
-            held = budget if manager.growths([name])[0][0] else min(computed, budget)
+            grown = manager.growths([name])
+            held = budget if grown and grown[0][0] else min(computed, budget)
             assert len(resident) == -(-held // BLOCK_SIZE)
         # Nothing is published past the prompt, of windowed layers neither.
         for group in self.scheduler.kv_cache_manager.coordinator.single_type_managers:

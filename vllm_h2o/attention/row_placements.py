@@ -59,7 +59,9 @@ class RowPlacements:
         """`[num_rows]` indices of the rows of a batch of decodes."""
         filled = (rows.num_computed_tokens >= rows.budgets) | (rows.grown_at > 0)
         both = 2 * rows.budgets + rows.is_fixed
-        budgets, of_row = np.unique(both, return_inverse=True)
+        budgets, of_row = both[:1], np.zeros_like(both)
+        if (both != budgets).any():
+            budgets, of_row = np.unique(both, return_inverse=True)
         uniform = [
             self.index("", Budget(slots, bool(is_fixed)), False)
             for slots, is_fixed in (divmod(budget, 2) for budget in budgets.tolist())

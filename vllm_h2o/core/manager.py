@@ -140,9 +140,12 @@ class H2OManager(FullAttentionManager):
         return [*map(self._budget.__getitem__, request_ids)]
 
     def growths(self, request_ids: Sequence[str]) -> list[list[int]]:
-        """How the budget of each has last grown, the last fields of `RowPlan`."""
+        """How the budget of each has last grown, the last fields of `RowPlan`.
+
+        Nothing where all would be 0.
+        """
         if not self._growth:
-            return [[0] * len(request_ids)] * 4
+            return []
         grown = [self._growth.get(name, _NEVER_GROWN) for name in request_ids]
         return [[growth[field] for growth in grown] for field in range(4)]
 

@@ -16,7 +16,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm_h2o.core import compat
 from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.metrics import Reporter
-from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
+from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.policy.presets import FULL
@@ -198,9 +198,13 @@ class H2OScheduler(AsyncScheduler):
             manager.prefill_ends(request_ids),
             manager.first_queries(request_ids),
             manager.budgets(request_ids),
-            *manager.growths(request_ids),
         ]
-        plan = ResidencyPlan(request_ids, np.array(counts, dtype=np.int64))
+        plan = ResidencyPlan(
+            request_ids, np.zeros((NUM_COUNTS, len(request_ids)), np.int64)
+        )
+        plan.counts[: len(counts)] = counts
+        if growths := manager.growths(request_ids):
+            plan.counts[len(counts) :] = growths
         plan.restarted, self._restarted = self._restarted, []
         # schedule() has already advanced num_computed_tokens past this step.
         plan.counts[0] -= plan.num_scheduled_tokens
