@@ -27,6 +27,8 @@ def test_a_request_begins_with_what_its_end_needs_if_that_is_near():
     assert LONG.enters(2048, 131072) == LONG.enters(2048, 2560)
     assert LONG.enters(2048, 2049) < LONG.enters(2048, 2560)
     assert LONG.enters(131072, 131072) == len(LONG.budgets) - 1
+    # A session may have come to have more than the longest request.
+    assert LONG.enters(140000, 131072) == len(LONG.budgets) - 1
 
 
 def test_a_smaller_share_of_a_requests_own_has_later_steps():
