@@ -42,13 +42,13 @@ def test_logits_lie_without_gaps(builder):
     scores, whose blocks may be others' too."""
     whole = {"whole": RowPlan(50, 1, 51, 60, 64)}
     rows = plan_of({**DECODES, **whole, "last": RowPlan(63, 1, 33, 0, 64)})
-    held = [3 * 41, min(3 * 201, builder._most_slots), 0, 3 * 64]
-    assert builder._pack(rows).tolist() == [0, *np.cumsum(held)[:-1]]
+    held, uniform = [3 * 41, 3 * 64, 0, 3 * 64], np.zeros(4, np.int32)
+    assert builder._pack(rows, uniform).tolist() == [0, *np.cumsum(held)[:-1]]
     # All blocks that there are, and one row more.
     blocks = 100 // (64 // 16)
     full = {str(i): RowPlan(9999, 1, 64, 0, 64) for i in range(blocks + 1)}
     with pytest.raises(AssertionError, match="more than the pool"):
-        builder._pack(plan_of(full))
+        builder._pack(plan_of(full), np.zeros(len(full), np.int32))
 
 
 def test_mixed_batches_are_split(builder):

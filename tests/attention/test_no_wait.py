@@ -22,12 +22,18 @@ from vllm_h2o.attention.cuda_backend import H2OTritonAttentionImpl
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops.triton import decode
-from vllm_h2o.attention.placements import GroupPlacements, PlacementTable
+from vllm_h2o.attention.placements import (
+    BY_HEAD,
+    BudgetPlacements,
+    GroupPlacements,
+    PlacementTable,
+)
 from vllm_h2o.attention.transition import observe_prompt
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.gate import Rotation
+from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.placement import Placement
+from vllm_h2o.policy.placement import Placement, layouts_of, lend_by_budget
 
 DECODE = ["attend_kernel", "combine_kernel"]
 TRANSITION = ["image_kernel", "select_kernel", "gather_kernel", "scatter_kernel"]
@@ -87,8 +93,12 @@ def make_cache(num_blocks=40):
     return pages.values.as_strided(shape, (pages.page_stride // 4, 128, 384, 1), 0)
 
 
-def make_layers(config, blocks=None):
-    """Two layers of the real backend; `blocks` of each head, where these differ."""
+def make_layers(config, blocks=()):
+    """Two layers of the real backend, and how requests have their slots.
+
+    `blocks` of each head, where these differ: of the engine's budget, and before it the
+    one that grows to it.
+    """
     with set_current_vllm_config(config):
         layers = [
             SimpleNamespace(
@@ -98,15 +108,33 @@ def make_layers(config, blocks=None):
             )
             for i in range(2)
         ]
-    if blocks is not None:
-        config = layers[0].impl.h2o
-        layout = SlotLayout.of_blocks(config, 16, 4)
-        placement = Placement.of_blocks(blocks, 4, config, 16)
-        pages = [layer.impl.view(layer.kv_cache) for layer in layers]
-        parts = PlacementTable.of(pages, layout, placement).parts()
-        for layer, part in zip(layers, parts, strict=True):
-            layer.impl.placements = part
-    return layers
+    if not blocks:
+        return layers, GroupPlacements(layers)
+    config = layers[0].impl.h2o
+    layout = SlotLayout.of_blocks(config, 16, 4)
+    budgets = (2, 4)[-len(blocks) :]
+    pages = lend_by_budget(blocks, budgets)
+    by_blocks, before = {}, None
+    for budget, wanted in zip(budgets, blocks, strict=True):
+        own = [
+            [mine[:count] for mine, count in zip(*heads, strict=True)]
+            for heads in zip(pages, wanted, strict=True)
+        ]
+        layouts = layouts_of(wanted, config, 16)
+        before = by_blocks[budget] = Placement(budget * 16, layouts, own, before)
+    caches = [layer.impl.view(layer.kv_cache) for layer in layers]
+    table = PlacementTable(caches, layout, [6, 6], 2 * len(budgets))
+    table.put(BY_HEAD, by_blocks[4])
+    for layer, part in zip(layers, table.parts(), strict=True):
+        layer.impl.placements = part
+    if len(budgets) == 1:
+        return layers, GroupPlacements(layers, True)
+    ladder = Ladder(16, budgets, (150, 256), 0.25)
+    by_budget = BudgetPlacements(
+        table, config, ladder, table.capacity, lambda blocks, climbs: by_blocks[blocks]
+    )
+    by_budget.make_all()
+    return layers, GroupPlacements(layers, True, by_budget)
 
 
 def tokens(num_tokens, num_heads=3):
@@ -125,12 +153,17 @@ def engine():
     return make_builder()
 
 
-@pytest.fixture(params=[None, [[2, 6, 4], [6, 2, 4]]], ids=["uniform", "by head"])
+LARGE, SMALL = [[2, 6, 4], [6, 2, 4]], [[1, 3, 2], [3, 1, 2]]
+
+
+@pytest.fixture(
+    params=[[], [LARGE], [SMALL, LARGE]], ids=["uniform", "by head", "by share"]
+)
 def layers(request, engine, launched):
     """After a first step of any kind: it copies what never changes to the device."""
     builder, config = engine
-    layers = make_layers(config, request.param)
-    builder.bind(builder.step, GroupPlacements(layers, bool(request.param)))
+    layers, group = make_layers(config, request.param)
+    builder.bind(builder.step, group)
     forward(layers, H2OMetadata(builder.layout), 1)
     assert not launched
     return layers
@@ -138,14 +171,20 @@ def layers(request, engine, launched):
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_decode(engine, layers, launched, padding):
-    """Also in a step in which heads switch to their own budgets."""
+    """Also in a step in which heads switch to their own budgets, or these grow."""
     builder, _ = engine
     rows = {**DECODES, "fills": RowPlan(64, 1, 33, 0, 64)}
+    growth, placements = [], layers[0].impl.placements
+    if placements is not None and placements.grows:
+        rows["small"] = RowPlan(149, 1, 33, 0, 32)
+        rows["grows"] = RowPlan(150, 1, 33, 0, 64, 150, 32)
+        rows["grown"] = RowPlan(170, 1, 33, 0, 64, 150, 32)
+        growth = ["ring_kernel", "ring_kernel"] * len(layers)
     metadata, _ = build(builder, rows, padding, guard=no_waiting)
     with no_waiting():
         forward(layers, metadata, len(rows) + padding)
     switch = TRANSITION * len(builder.by_head)
-    assert launched == switch + DECODE * len(layers)
+    assert launched == growth + switch + DECODE * len(layers)
 
 
 def test_decode_beside_prompts(engine, layers, launched):
@@ -169,7 +208,7 @@ def test_transition(engine, layers, launched, gate):
         gate = LayerGate(weights, Rotation(torch.empty(1024, 64, device=DEVICE)), 3)
     params = [replace(layer.impl._params, gate=gate) for layer in layers]
     for own in params:
-        own.head_tables  # noqa: B018  What never changes goes to the device now.
+        own.device_tables  # noqa: B018  What never changes goes to the device now.
     config = layers[0].impl.h2o
     if gate:
         config = replace(config, prompt_score="gate", head_budgets="auto")

@@ -1,7 +1,5 @@
 """Budgets by head in Triton against the torch reference, borrowed pages and all."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -39,6 +37,14 @@ def test_rows_whose_budget_has_grown(layer):
     """In the step after that, while heads fill what they have got, and long after."""
     positions, grown_at = [60, 61, 75, 92, 93, 140, 400, -1], [60, 60, 60, 60, 60, 99]
     check_heads(layer, positions, grown_at=[*grown_at, 60, 60])
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_rows_of_several_budgets(layer):
+    """In one batch; three splits cut the richest head of each, in tiles of 16."""
+    positions = [20, 31, 32, 33, 60, 137, 47, 48, 90, 200, -1]
+    check_heads(layer, positions, small=range(6))
+    check_heads(layer, [40, 99, 100], grown_at=[0, 60, 0], small=[0])
 
 
 @pytest.mark.parametrize(("num_tokens", "grown_at"), [(60, 0), (61, 40), (100, 60)])
@@ -118,22 +124,3 @@ def test_transition_into_borrowed_pages(dtype):
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
     assert not torch.equal(content(results[0][1]), content(layers[1]))
-
-
-def test_tables_reach_past_every_budget():
-    """As wide in a layer whose heads all have less than the common budget."""
-    layers, _ = make_layers(torch.float16, 64, 16, 1)
-    sizes, columns, offsets, words = params_of(layers, 2, 16).head_tables
-    assert sizes[:2].tolist() == [[48, 16, 48, 0], [48, 16, 48, 48]]
-    assert sizes[2:].tolist() == [[32, 16, 16, 0], [32, 16, 16, 32]]
-    assert columns.shape == offsets.shape == words.shape == (4, 5)
-    assert columns[0].tolist() == [0, 1, 2, 3, 4] and not offsets[:2].any()
-    params = params_of(layers, 0, 16)
-    assert params.largest_budget == 80
-    distance = layers[1].keys.data_ptr() - layers[0].keys.data_ptr()
-    lent = params.placements.pages(BY_HEAD)[1][3:]
-    assert {page.layer for page in lent} <= {1, 2}
-    at = [page.layer for page in lent].index(1)
-    assert params.head_tables[2][2 + 1, 3 + at] == distance // 2
-    assert params.head_tables[3][2 + 1, 3 + at] == distance // 4
-    assert replace(params, placements=None).head_tables is None

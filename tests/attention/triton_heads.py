@@ -15,12 +15,16 @@ from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
-from vllm_h2o.policy.placement import Placement
+from vllm_h2o.policy.placement import Placement, layouts_of, lend_by_budget
 
 CONFIG = H2OConfig(sinks=4, recent_ratio=0.5, pooling=3)
 BUDGET_BLOCKS = 3
 # Of three layers of two heads. Layer 2 has no head beyond the common budget.
 BLOCKS = [[1, 5], [5, 1], [2, 2]]
+SMALL_BLOCKS, SMALL_BUDGET_BLOCKS = [[1, 3], [3, 1], [2, 2]], 2
+"""Of the budget that grows to the other."""
+SMALL = 2
+"""Where the table has its placements, as the other's are at 0."""
 
 
 def make_layers(dtype, head_size, size, num_rows):
@@ -45,11 +49,22 @@ def make_layers(dtype, head_size, size, num_rows):
 
 def params_of(layers, layer, size, **options):
     layout = SlotLayout.of_blocks(CONFIG, size, BUDGET_BLOCKS)
-    placement = Placement.of_blocks(BLOCKS, BUDGET_BLOCKS, CONFIG, size)
-    table = PlacementTable.of(layers, layout, placement)
-    before = [[max(n - 2, 1) for n in heads] for heads in BLOCKS]
-    before = Placement.of_blocks(before, BUDGET_BLOCKS, CONFIG, size)
-    table.put(BY_HEAD, replace(placement, grown_from=before))
+    budgets = SMALL_BUDGET_BLOCKS, BUDGET_BLOCKS
+    pages = lend_by_budget([SMALL_BLOCKS, BLOCKS], budgets)
+    first = [
+        [mine[:count] for mine, count in zip(*heads, strict=True)]
+        for heads in zip(pages, SMALL_BLOCKS, strict=True)
+    ]
+    small = layouts_of(SMALL_BLOCKS, CONFIG, size)
+    small = Placement(SMALL_BUDGET_BLOCKS * size, small, first)
+    large = layouts_of(BLOCKS, CONFIG, size)
+    large = Placement(BUDGET_BLOCKS * size, large, pages, small)
+    most = [max(heads) for heads in BLOCKS]
+    table = PlacementTable(layers, layout, most, SMALL + 2)
+    table.put(BY_HEAD, large)
+    alike = Placement.alike((3, 2), [SMALL_BUDGET_BLOCKS], CONFIG, size)
+    table.put(SMALL + UNIFORM, alike)
+    table.put(SMALL + BY_HEAD, small)
     own = table.parts()[layer]
     options = {"softcap": 0.0, "method": Mean()} | options
     return DecodeParams(layout, 0.17, placements=own, **options)
@@ -63,11 +78,13 @@ def check_heads(
     size=16,
     group=3,
     grown_at=None,
+    small=(),
     **how,
 ):
     """One step of both: outputs and the state of all layers agree.
 
-    Heads have grown from two blocks less, at least one, where `grown_at` is not 0.
+    Heads have grown from the small budget where `grown_at` is not 0; the rows in
+    `small` have it.
     """
     grown_at = torch.tensor(grown_at or [0] * len(positions))
     layers, table = make_layers(dtype, head_size, size, len(positions))
@@ -78,11 +95,11 @@ def check_heads(
         return torch.randn(shape, generator=generator).to(dtype)
 
     tokens = random(2 * group) * 2, random(2), random(2)
-    budget = BUDGET_BLOCKS * size
-    placements = torch.tensor(
-        [BY_HEAD if p >= budget else UNIFORM for p in positions]
-    ).int()
-    placements[grown_at > 0] = BY_HEAD
+    budget = torch.full((len(positions),), BUDGET_BLOCKS * size)
+    budget[list(small)] = SMALL_BUDGET_BLOCKS * size
+    filled = (torch.tensor(positions) >= budget) | (grown_at > 0)
+    placements = torch.where(filled, BY_HEAD, UNIFORM).int()
+    placements[list(small)] += SMALL
     rows = (table, torch.tensor(positions), torch.tensor([9] * len(positions)))
     results = []
     for op, device in ((reference.decode_resident, "cpu"), (decode_resident, DEVICE)):
@@ -97,7 +114,7 @@ def check_heads(
         )
         if op is decode_resident:
             most = int(params.placements.sizes[BY_HEAD, :, 0].sum())
-            starts, end = packed(*rows[1:], 2, max(most, 2 * budget))
+            starts, end = packed(*rows[1:], 2, max(most, 2 * BUDGET_BLOCKS * size))
             scratch = DecodeScratch.allocate(
                 len(positions), 2 * group, 2, head_size, params.layout.budget,
                 params.largest_budget, DEVICE, Tuning(3, 16), end + 1,

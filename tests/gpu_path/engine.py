@@ -31,6 +31,7 @@ def result_of(
     policy: dict[str, Any],
     options: dict[str, Any],
     lengths: Sequence[int] = LENGTHS,
+    num_tokens: int = NUM_TOKENS,
 ) -> dict[str, Any]:
     """Run an engine on prompts of these lengths; `{"tokens": ..., ...}`."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(path.startswith("v2")))
@@ -51,7 +52,7 @@ def result_of(
         if path != "cpu":
             result["warmed_up"] = llm.collective_rpc("probe_ops")[0]
         llm.collective_rpc("probe_watch")
-        parameters = greedy(NUM_TOKENS, logprobs=0, flat_logprobs=True)
+        parameters = greedy(num_tokens, logprobs=0, flat_logprobs=True)
         prompts = [{"prompt_token_ids": ids} for ids in random_prompts(*lengths)]
         outputs = [x.outputs[0] for x in llm.generate(prompts, parameters)]
         result["tokens"] = [list(output.token_ids) for output in outputs]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engine.tiny_models import _COMMON, _save
-from tests.gpu_path.engine import LENGTHS, result_of
+from tests.gpu_path.engine import LENGTHS, NUM_TOKENS, result_of
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
@@ -34,12 +34,12 @@ def model(tmp_path_factory):
 def profile(tmp_path_factory):
     """Head 0 of layer 1 and head 1 of layer 0 want more than their share; the gate has
     random weights."""
-    poor, rich = [1e-3, 9e-4, 8e-4], [1.0, 1e-2, 1e-5]
+    poor, rich = [1e-3, 1e-3, 9e-4, 8e-4], [2.0, 1.0, 1e-2, 1e-5]
     file = tmp_path_factory.mktemp("profile") / "heads.json"
     errors = [[poor, rich], [rich, poor]]
     weights = torch.randn(2, 2, 2 * 32 + 4, generator=torch.Generator().manual_seed(0))
     gate = gate_in_json(0.1 * weights, 0.5)
-    HeadProfile([64, 128, 192], errors, gate=gate).save(file)
+    HeadProfile([32, 64, 128, 192], errors, gate=gate).save(file)
     return file
 
 
@@ -48,8 +48,9 @@ def run(model, monkeypatch):
     """Result of a path; of those of CUDA as `tests.gpu_path.engine` prints it."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 
-    def run(path, policy, lengths=LENGTHS, **options):
+    def run(path, policy, lengths=LENGTHS, num_tokens=NUM_TOKENS, **options):
         request = {"path": path, "model": str(model), "lengths": lengths}
+        request |= {"num_tokens": num_tokens}
         request |= {"policy": policy, "options": options}
         if path == "cpu":
             return json.loads(json.dumps(result_of(**request)))
@@ -68,7 +69,7 @@ CHUNKS = ({}, {"max_num_batched_tokens": 160, "long_prefill_token_threshold": 32
 CASES = [
     ("v1", 1, True, "attention"),
     ("v2", 1, True, "gate"),
-    ("v2 graphs", 1, False, "attention"),
+    pytest.param("v2 graphs", 1, False, "attention", marks=pytest.mark.slow),
     pytest.param("v2", 0, True, "attention", marks=pytest.mark.slow),
     pytest.param("v2", 1, False, "attention", marks=pytest.mark.slow),
     pytest.param("v2 graphs", 1, True, "attention", marks=pytest.mark.slow),
@@ -97,16 +98,55 @@ def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     # Compiled by now, on a GPU.
     scoring = "score_by_gate" if prompt_score == "gate" else "observe"
     assert actual["warmed_up"] == sorted(["decode_resident", scoring, "transition"])
-    v2 = "vllm.v1.worker.cpu.model_runner"
-    assert (actual["runner"] == v2) == path.startswith("v2")
-    if "graphs" in path:
-        replays, padded = actual["graphs"]
-        assert replays >= 4 and padded >= 1
+    check_runner(actual, path)
     if path == "v1" and chunks:
         # A prompt's last token beside decodes is no decode.
         assert [False, False] in actual["one_token_steps"]
         assert [True, True] in actual["one_token_steps"]
         assert [False, True] not in actual["one_token_steps"]
+
+
+def check_runner(actual, path):
+    v2 = "vllm.v1.worker.cpu.model_runner"
+    assert (actual["runner"] == v2) == path.startswith("v2")
+    if "graphs" in path:
+        replays, padded = actual["graphs"]
+        assert replays >= 4 and padded >= 1
+
+
+# Of what requests have, from 64 slots on: budgets of 64, 96, 128 and 160 for up to 96,
+# 160, 192 and 256 tokens. The first two prompts outgrow theirs in a step in which the
+# third decodes by another.
+SHARE = {"policy": "h2o", "budget": "60%", "min_budget": 64}
+
+
+@pytest.mark.parametrize(
+    ("path", "by_head"),
+    [
+        ("v2 graphs", True),
+        pytest.param("v1", False, marks=pytest.mark.slow),
+        pytest.param("v2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_budgets_follow_requests(run, profile, path, by_head):
+    policy = SHARE | {"head_budgets": str(profile), "prompt_score": "gate"}
+    if not by_head:
+        policy |= {"head_budgets": "uniform", "prompt_score": "attention"}
+    case = policy, (76, 77, 120), 28
+    expected = run("cpu", *case, **CHUNKS[1])
+    actual = run(path, *case, **CHUNKS[1])
+    assert actual["tokens"] == expected["tokens"]
+    assert actual["survivors"] == expected["survivors"]
+    held = [[len(kept) for kept in actual["survivors"][i][0]] for i in range(3)]
+    # All alike, the first two go on to fill what has grown from 64 to 96 slots.
+    alike = [[71, 71], [72, 72], [96, 96]]
+    assert held == ([[32, 103], [32, 104], [32, 147]] if by_head else alike)
+    for ours, theirs in zip(actual["logprobs"], expected["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert actual["stats"] == expected["stats"]
+    assert actual["stats"]["transitions"] == 3
+    assert "order_rings" in actual["warmed_up"]
+    check_runner(actual, path)
 
 
 def test_runner_v2_measures_the_heads_that_v1_does(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vllm_h2o.attention import ops
@@ -32,6 +33,11 @@ class InterpretedWorker(H2OCPUWorker):
         # Kernels are chosen by the tensors' device, which is the CPU here.
         ops.kernels_of = lambda device: NOTED
         return "vllm_h2o.attention.cuda_backend.H2OTritonAttentionBackend"
+
+    def _resolve(self) -> None:
+        """As on a GPU, whose tables are made once."""
+        super()._resolve()
+        self._resolved = replace(self._resolved, device="cuda")
 
     def init_device(self) -> None:
         """Note what runner V1 asks its dispatcher of CUDA graphs for."""

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend
+from vllm_h2o.attention.heads import HeadBudgets
 from vllm_h2o.attention.ops.triton import DecodeScratch, launch
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
@@ -149,12 +150,14 @@ def test_memory_that_the_user_names_is_not_cut(config, on_cuda, monkeypatch):
     monkeypatch.setattr(
         gpu_worker, "scratch_bytes", lambda config, specs, blocks: 1 << 20
     )
+    monkeypatch.setattr(gpu_worker, "table_bytes", lambda specs, resolved: 1 << 10)
     monkeypatch.setattr(H2OWorker, "get_kv_cache_spec", lambda self: {})
     worker = H2OGPUWorker.__new__(H2OGPUWorker)
+    worker._resolved = Resolved(H2OConfig(), "cuda", None)
     worker.vllm_config, worker.cache_config = config, config.cache_config
     # A CPU takes it from VLLM_CPU_KVCACHE_SPACE, which other tests set.
     config.cache_config.kv_cache_memory_bytes = None
-    assert worker.determine_available_memory() == (1 << 30) - (1 << 20)
+    assert worker.determine_available_memory() == (1 << 30) - (1 << 20) - (1 << 10)
     config.cache_config.kv_cache_memory_bytes = 1 << 30
     assert worker.determine_available_memory() == 1 << 30
 
@@ -234,7 +237,7 @@ def test_scratch_is_small_at_the_settings_that_vllm_defaults_to(name, monkeypatc
     layers, heads, kv_heads, head_size = SHAPES[name]
     budget = 26224
     pool = 60 * 2**30 // (layers * kv_heads * (4 * head_size + 8))
-    slots = launch.slots_with_logits(1024, 3 * kv_heads * budget, pool, budget)
+    slots = launch.slots_with_logits(1024, 3 * kv_heads * budget, pool, 3 * kv_heads)
     taken = DecodeScratch.bytes_of(
         1024, heads, kv_heads, head_size, budget, 131072, slots, "cpu"
     )
@@ -277,6 +280,26 @@ def test_scratch_grows_with_the_richest_head(config):
     assert spec.largest_budget < spec.most_slots <= 3 * spec.largest_budget
     longer = resolved.spec(replace(spec, max_model_len=2048))
     assert longer.largest_budget > spec.largest_budget
+    assert spec.most_slots_per_token == spec.most_slots / 256
+    assert replace(spec, slots_per_token=0).most_slots_per_token == 3
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+def test_a_layer_has_no_more_slots_for_a_token_of_any_budget(config, num_kv_heads):
+    """Of the richest layer, which may be another, and relatively richer, of each."""
+    policy = replace(h2o_config(config), budget="20%", min_budget=64)
+    profile = HeadProfile.load(Path("tests/models/smollm2/h2o_heads.json"))
+    resolved = Resolved(policy, "cuda", profile)
+    spec = replace(spec_of(config), num_kv_heads=num_kv_heads, max_model_len=8192)
+    spec = resolved.spec(spec)
+    ladder = resolved.limits(spec).ladder
+    budgets = HeadBudgets(profile, policy, ladder)
+    own = [
+        sum(sorted(layer)[-num_kv_heads:]) / blocks
+        for blocks in ladder.budgets
+        for layer in budgets.blocks(blocks)
+    ]
+    assert len(ladder.budgets) > 10 and spec.most_slots_per_token == max(own)
 
 
 @pytest.mark.parametrize(

@@ -253,10 +253,23 @@ def test_a_share_of_a_requests_own_is_no_larger_than_the_engines():
 
 
 @pytest.mark.parametrize(
-    "limits", [limits_of_share("100%"), limits_of_share(device="cuda")]
+    "limits", [limits_of_share("100%"), limits_of_share(512, device="cuda")]
 )
 def test_where_all_requests_have_one_budget(limits):
     assert limits.climb(None, 10, 20).budget == limits.layout.budget
+
+
+def test_on_a_device_requests_ask_for_shares():
+    limits = limits_of_share(device="cuda")
+    assert limits.has_several and limits.ladder == limits_of_share().ladder
+    assert RequestOptions.parse({"h2o_budget": "10%"}, limits, 900).budget == "10%"
+    with pytest.raises(ValueError, match="h2o_budget.*512.*CPU only.*such as '10%'"):
+        RequestOptions.parse({"h2o_budget": 512}, limits, 900)
+    limits = limits_of_share(512, device="cuda")
+    assert not limits.has_several
+    for asked in (256, "10%"):
+        with pytest.raises(ValueError, match="all have the engine's.*not on cuda"):
+            RequestOptions.parse({"h2o_budget": asked}, limits, 900)
 
 
 @pytest.mark.parametrize("policy, fewest", [("h2o", 3), ("streaming", 2)])

@@ -217,6 +217,8 @@ class H2OImpl(_StockImpl):
         if placements is not None and placements.table.has(BY_HEAD):
             placement = BY_HEAD
         kernels.transition([layer], prompt, resident, placement, position, self.h2o)
+        if placements is not None and placements.grows:
+            kernels.order_rings([layer], prompt, placement, position, 0)
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
             key = query[:, :num_kv_heads]
@@ -250,7 +252,7 @@ class H2OImpl(_StockImpl):
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.
-            _ = self._params.head_tables
+            _ = self._params.device_tables
         self._bound = bound
 
     def _forward_prompts(

@@ -36,7 +36,7 @@ from vllm_h2o.attention.ops.triton import (
     slots_with_logits,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, BY_HEAD, GroupPlacements
+from vllm_h2o.attention.placements import ALIKE, GroupPlacements
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -78,10 +78,11 @@ class _CUDABuilder(H2OMetadataBuilder):
         # a second engine of this process may run beside this one.
         spec = self.spec
         budget = spec.layout.budget
-        self._most_slots = spec.most_slots
         # None while vLLM measures graphs, in which all rows are padding.
         pool = (vllm_config.cache_config.num_gpu_blocks or 0) * spec.block_size
-        self._logit_slots = slots_with_logits(max_rows, self._most_slots, pool, budget)
+        self._logit_slots = slots_with_logits(
+            max_rows, spec.most_slots, pool, spec.most_slots_per_token
+        )
         scratch = _SCRATCH.get(id(vllm_config))
         group = self.num_heads_q // spec.num_kv_heads
         if scratch is None or scratch.logits.numel() < self._logit_slots * group:
@@ -93,15 +94,21 @@ class _CUDABuilder(H2OMetadataBuilder):
 
     def bind(self, step: StepRows, group: GroupPlacements = ALIKE) -> None:
         """See the base class."""
-        for layer in group.layers if group.by_head else ():
-            slots = layer.impl.placements.sizes[BY_HEAD, :, 0]
-            assert int(slots.sum()) <= self._most_slots, "the scratch is too small"
+        # By placement, those of the layer that has the most.
+        self._slots = np.array([self.spec.num_kv_heads * self.layout.budget])
+        layers = [layer.impl.placements for layer in group.layers]
+        for placements in filter(None, layers):
+            slots = placements.sizes[..., 0].sum(dim=1).numpy()
+            self._slots = np.maximum(self._slots[: len(slots)], slots)
+        assert self._slots.max() <= self.spec.most_slots, "the scratch is too small"
         super().bind(step, group)
 
-    def _pack(self, plan: ResidencyPlan) -> npt.NDArray[np.int64]:
+    def _pack(
+        self, plan: ResidencyPlan, placements: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int64]:
         positions = plan.num_computed_tokens
-        # Of requests with budgets of their own, which CUDA refuses, this is too much.
-        slots = np.minimum(self.spec.num_kv_heads * (positions + 1), self._most_slots)
+        slots = self._slots[placements]
+        slots = np.minimum(self.spec.num_kv_heads * (positions + 1), slots)
         slots = np.where(positions >= plan.first_queries, slots, 0)
         ends = slots.cumsum()
         assert ends[-1] <= self._logit_slots, "rows that score have more than the pool"

@@ -107,8 +107,25 @@ class HeadBudgets:
                 matter: the result is the same on all ranks.
         """
         size, blocks = self._ladder.block_size, self._blocks[-1]
-        own = [sum(sorted(layer)[-num_kv_heads:]) for layer in blocks]
-        return size * max(map(max, blocks)), size * max(own)
+        return size * max(map(max, blocks)), size * _richest_layer(blocks, num_kv_heads)
+
+    def slots_per_token(self, num_kv_heads: int) -> float:
+        """Slots that the heads of one layer have for a token of a request's budget.
+
+        At most, whatever the budget.
+
+        Args:
+            num_kv_heads: See `richest_slots`.
+        """
+        return max(
+            _richest_layer(blocks, num_kv_heads) / budget
+            for blocks, budget in zip(self._blocks, self._ladder.budgets, strict=True)
+        )
+
+
+def _richest_layer(blocks: Sequence[Sequence[int]], num_kv_heads: int) -> int:
+    """Blocks that so many heads of one layer have together at most."""
+    return max(sum(sorted(layer)[-num_kv_heads:]) for layer in blocks)
 
 
 @functools.lru_cache(maxsize=8)

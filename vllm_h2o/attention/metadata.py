@@ -94,7 +94,9 @@ class H2OMetadataBuilder(_Stock):
         """What the platform's decode kernels need beside their rows."""
         return None
 
-    def _pack(self, plan: ResidencyPlan) -> npt.NDArray[np.int64]:
+    def _pack(
+        self, plan: ResidencyPlan, placements: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int64]:
         """`ResidentRows.logit_starts` of the rows, where there is a scratch."""
         raise NotImplementedError
 
@@ -197,11 +199,11 @@ class H2OMetadataBuilder(_Stock):
         torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
         first_queries = plan.first_queries
         async_tensor_h2d(first_queries, out=rows.first_queries[: len(first_queries)])
+        placements = self.placements.of_rows(plan)
         if rows.logit_starts is not None:
-            starts = self._pack(plan)
+            starts = self._pack(plan, placements)
             async_tensor_h2d(starts, out=rows.logit_starts[: len(starts)])
         if rows.placements is not None:
-            placements = self.placements.of_rows(plan)
             async_tensor_h2d(placements, out=rows.placements[: len(placements)])
             assert rows.grown_at is not None
             async_tensor_h2d(plan.grown_at, out=rows.grown_at[: len(placements)])

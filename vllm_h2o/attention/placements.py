@@ -1,7 +1,8 @@
 """The placements of requests, where the kernels read them.
 
 The tensors of a table stay where they are and are written in place: the C kernels keep
-their addresses. A GPU's kernels read a copy that is made when a layer first runs.
+their addresses. A GPU's kernels read a copy that is made when a layer first runs, see
+`device_tables`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class PlacementTable:
         layers: Pages of all evicting layers.
         most_blocks: `[num_layers]` of a head, in any placement.
         capacity: How many placements there is room for.
+        block_size: Slots of a block.
         sizes: `[num_layers, capacity, num_kv_heads, 3]` int64: budget, heavy slots, and
             the budget before it grew to this one.
         order: `[num_layers, capacity, num_kv_heads]` int64 heads, those with the
@@ -65,7 +67,7 @@ class PlacementTable:
         """
         shape = len(layers), capacity, layers[0].keys.shape[1]
         self.layers, self.most_blocks = layers, most_blocks
-        self.capacity = capacity
+        self.capacity, self.block_size = capacity, layout.block_size
         self._placements: dict[int, Placement] = {}
         width = max(*most_blocks, layout.budget_blocks)
         self.sizes = _zeros(np.int64, *shape, 3)
@@ -95,6 +97,14 @@ class PlacementTable:
     def placement(self, index: int) -> Placement:
         """The placement that has been put there."""
         return self._placements[index]
+
+    def indices(self) -> list[int]:
+        """Where there are placements."""
+        return [UNIFORM, *self._placements]
+
+    def filled_index(self, index: int) -> int:
+        """Where the placement is of the same requests once they fill their budget."""
+        return index | BY_HEAD if self.has(index | BY_HEAD) else index
 
     def parts(self) -> list[LayerPlacements]:
         """Each layer's part."""
@@ -197,6 +207,11 @@ class BudgetPlacements:
     def indices(layout: SlotLayout, max_requests: int) -> int:
         """How many indices budgets up to the engine's need, of so many requests."""
         return 2 + 2 * max(min(2 * layout.budget_blocks, max_requests), 0)
+
+    def make_all(self) -> None:
+        """Make those of all budgets of the ladder, which are then never overwritten."""
+        for blocks in self._ladder.budgets:
+            self.uniform_index(Budget(blocks * self._ladder.block_size))
 
     def uniform_index(self, budget: Budget) -> int:
         """Where the placement of a request is that does not fill its budget yet.
@@ -363,6 +378,11 @@ class LayerPlacements:
     def pages(self, index: int) -> Sequence[Sequence[PageOf]]:
         """`[num_kv_heads][blocks of the head]` where they are."""
         return self.table.placement(index).pages[self.layer]
+
+    @property
+    def grows(self) -> bool:
+        """Whether there is a budget that grows to another."""
+        return bool((self.sizes[..., 2] < self.sizes[..., 0]).any())
 
     @property
     def layers(self) -> Sequence[Pages]:

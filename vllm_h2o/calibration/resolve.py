@@ -86,13 +86,15 @@ class Resolved:
 
     def spec(self, spec: H2OAttentionSpec) -> H2OAttentionSpec:
         """The spec of a layer that evicts."""
-        head = layer = 0
-        if self.profile is not None:
-            budgets = HeadBudgets(self.profile, self.config, self.limits(spec).ladder)
-            head, layer = budgets.richest_slots(spec.num_kv_heads)
+        spec = replace(spec, h2o=self.config)
+        if self.profile is None:
+            return spec
+        budgets = HeadBudgets(self.profile, self.config, self.limits(spec).ladder)
+        head, layer = budgets.richest_slots(spec.num_kv_heads)
         return replace(
-            spec, h2o=self.config, richest_slots=head, richest_layer_slots=layer
-        )
+            spec, richest_slots=head, richest_layer_slots=layer,
+            slots_per_token=budgets.slots_per_token(spec.num_kv_heads),
+        )  # fmt: skip
 
 
 def resolve(model: LoadedModel) -> Resolved:

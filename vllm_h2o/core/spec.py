@@ -33,12 +33,15 @@ class H2OAttentionSpec(FullAttentionSpec):
             the same budget, or each request shares it out.
         richest_layer_slots: Slots that the heads of one layer have together at most,
             on a rank; 0: likewise.
+        slots_per_token: That these have for a token of a request's budget at most,
+            whatever the budget; 0: likewise.
     """
 
     h2o: H2OConfig = field(default_factory=H2OConfig)
     max_model_len: int = 0
     richest_slots: int = 0
     richest_layer_slots: int = 0
+    slots_per_token: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,6 +76,11 @@ class H2OAttentionSpec(FullAttentionSpec):
     def most_slots(self) -> int:
         """Slots that a request's heads of one layer have together at most."""
         return max(self.num_kv_heads * self.layout.budget, self.richest_layer_slots)
+
+    @property
+    def most_slots_per_token(self) -> float:
+        """Of a layer's heads together, for a token of any request's budget."""
+        return max(self.num_kv_heads, self.slots_per_token)
 
     @property
     def dense_columns(self) -> int:

@@ -15,12 +15,15 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_h2o.attention.device_tables import NUM_SIZES
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin.worker import H2OWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_h2o.calibration.resolve import Resolved
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -55,6 +58,8 @@ class H2OGPUWorker(H2OWorker, Worker):
             return available
         specs = self.get_kv_cache_spec()
         scratch = scratch_bytes(self.vllm_config, specs, most_blocks(specs, available))
+        assert self._resolved is not None
+        scratch += table_bytes(specs, self._resolved)
         logger.info_once(
             "H2O's decode steps take %s GiB beside the KV cache, for up to %d rows "
             "(--max-num-seqs)",
@@ -138,6 +143,27 @@ def scratch_bytes(
         spec.head_size,
         budget,
         spec.largest_budget,
-        slots_with_logits(max_rows, spec.most_slots, pool, budget),
+        slots_with_logits(max_rows, spec.most_slots, pool, spec.most_slots_per_token),
         current_platform.device_type,
     )
+
+
+def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:
+    """Bytes that say where requests have their slots, see `DeviceTables`.
+
+    Args:
+        specs: Of all layers.
+        resolved: What the start has decided.
+    """
+    num_bytes = 0
+    for spec in specs.values():
+        if not isinstance(spec, H2OAttentionSpec):
+            continue
+        limits = resolved.limits(spec)
+        if resolved.profile is None and not limits.has_several:
+            continue
+        # Before and after heads part. Pages: a head has the budget's on average.
+        sizes = 2 * len(limits.ladder.budgets) * 4 * NUM_SIZES
+        pages = spec.layout.budget_blocks * (4 + 8 + 8)
+        num_bytes += spec.num_kv_heads * (sizes + pages)
+    return num_bytes

@@ -63,30 +63,36 @@ class Tables:
         modules = self._vllm_config.compilation_config.static_forward_context
         layers = [modules[name] for name in names]
         by_head, limits = self._has_head_budgets(builder), self._resolved.limits(spec)
-        several = not limits.why_one_budget
-        if not by_head and not several:
+        if not by_head and not limits.has_several:
             return GroupPlacements(layers)
         requests = self._vllm_config.scheduler_config.max_num_seqs
-        end = BudgetPlacements.indices(layout, requests) if several else BY_HEAD
         pages = [layer.impl.view(layer.kv_cache) for layer in layers]
-        split, own_places, most = None, 0, layout.budget_blocks
+        split, own_places, most = None, 0, [layout.budget_blocks] * len(pages)
+        # Budgets of the ladder alone are all known, and made now.
+        end, on_ladder = 2 * len(limits.ladder.budgets), bool(limits.why_no_number)
+        if limits.has_several and not on_ladder:
+            end = BudgetPlacements.indices(layout, requests)
         if by_head and spec.h2o.head_budgets == REQUEST:
-            own_places, most = requests, spec.dense_columns
+            own_places, most = requests, [spec.dense_columns] * len(pages)
         elif by_head:
             split = self._head_budgets(builder, limits.ladder).placement
-            most = spec.largest_budget // spec.block_size
-        if split and not several:
-            table = PlacementTable.of(pages, layout, split(layout.budget_blocks, True))
-        else:
-            table = PlacementTable(pages, layout, [most] * len(pages), end + own_places)
-            if split:
-                table.put(BY_HEAD, split(layout.budget_blocks, True))
+            engines = split(layout.budget_blocks, True)
+            most = [max(map(len, heads)) for heads in engines.pages]
+            if not on_ladder:  # a request's own number may be split otherwise
+                most = [spec.largest_budget // spec.block_size] * len(pages)
+        table = PlacementTable(pages, layout, most, end + own_places)
+        if split:
+            table.put(BY_HEAD, engines)
         if own_places:
             transitions.by_request = RequestPlacements(table, spec.h2o, layout, end)
         for layer, part in zip(layers, table.parts(), strict=True):
             layer.impl.placements = part
+        if not limits.has_several:
+            return GroupPlacements(layers, by_head)
         by_budget = BudgetPlacements(table, spec.h2o, limits.ladder, end, split)
-        return GroupPlacements(layers, by_head, by_budget if several else None)
+        if on_ladder:
+            by_budget.make_all()
+        return GroupPlacements(layers, by_head, by_budget)
 
     def _has_head_budgets(self, builder: H2OMetadataBuilder) -> bool:
         """Whether the heads of a KV cache group have budgets of their own."""

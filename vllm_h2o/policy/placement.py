@@ -10,7 +10,7 @@ more borrows them from heads of the same index in other layers, column by column
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
@@ -84,9 +84,14 @@ class Placement:
         """
         placement = None
         for blocks in budgets:
-            wanted = [[blocks] * shape[1]] * shape[0]
-            grown = cls.of_blocks(wanted, blocks, config, block_size)
-            placement = replace(grown, grown_from=placement)
+            layouts = layouts_of([[blocks]], config, block_size)[0] * shape[1]
+            own = [
+                [PageOf(layer, column) for column in range(blocks)]
+                for layer in range(shape[0])
+            ]
+            pages = [[mine] * shape[1] for mine in own]
+            slots = blocks * block_size
+            placement = cls(slots, [layouts] * shape[0], pages, placement)
         assert placement is not None
         return placement
 

@@ -27,13 +27,15 @@ class RequestLimits:
         config: The engine's policy.
         layout: The slots of a request that asks for no budget: none has more.
         ladder: The budgets of requests that ask for none.
-        why_one_budget: Why requests have no budgets of their own; empty: they may.
+        why_one_budget: Why all requests have the same budget; empty: they may differ.
+        why_no_number: Why no request may ask for a number of tokens; empty: each may.
     """
 
     config: H2OConfig
     layout: SlotLayout
     ladder: Ladder
     why_one_budget: str = ""
+    why_no_number: str = ""
 
     @classmethod
     def of(
@@ -47,20 +49,27 @@ class RequestLimits:
             device: Torch's name of its kind.
             max_model_len: Tokens of the longest request.
         """
-        why, size = "", layout.block_size
+        why, no_number, size = "", "", layout.block_size
         if layout.whole_blocks:
             why = "the engine was started with --h2o-eviction-unit block"
         elif device != "cpu":
-            why = f"they are there on CPU only, not on {device}"
+            no_number = f"a request's own number is there on CPU only, not on {device}"
         share = config.share
         if share is None or why or layout.budget >= max_model_len:
             ladder = Ladder.of_number(layout.budget_blocks, size, max_model_len)
+            why = why or no_number
         else:
             least = max(config.min_budget, size * _fewest_blocks(config, size))
             ladder = Ladder.of_share(
                 share, least, layout.budget_blocks, size, max_model_len
             )
-        return cls(config, layout, ladder, why)
+        return cls(config, layout, ladder, why, no_number)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the budgets of two requests can differ."""
+        may_ask = not self.why_no_number
+        return not self.why_one_budget and (may_ask or len(self.ladder.budgets) > 1)
 
     @cached_property
     def fewest_blocks(self) -> int:
@@ -177,6 +186,9 @@ class RequestOptions:
                 fix = "more than the engine's (--h2o-budget), use "
                 raise _bad("budget", asked, f"{fix}'{100 * engines:g}%' or less")
             return parsed
+        if limits.why_no_number:
+            fix = f"{limits.why_no_number}, use a share such as '10%'"
+            raise _bad("budget", asked, fix)
         tokens = part_of(most_tokens, parsed) if isinstance(parsed, str) else parsed
         if tokens > most:
             of = f"{tokens} of its {most_tokens} tokens, " if share else ""

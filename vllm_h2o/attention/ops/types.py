@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_h2o.attention.device_tables import DeviceTables, device_tables
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import UNIFORM, LayerPlacements
@@ -103,32 +104,12 @@ class DecodeParams:
         return max(self.layout.budget, most * self.layout.block_size)
 
     @cached_property
-    def head_tables(self) -> tuple[torch.Tensor, ...] | None:
+    def device_tables(self) -> DeviceTables | None:
         """Budgets by head as the Triton kernels read them, on the pages' device.
 
-        Returns:
-            None where all heads have the same budget, else, with a row for each KV head
-            of each placement,
-            `sizes`: `[rows, 4]` int32 budget, heavy slots, the budget before it grew to
-            this one, and the budgets of the KV heads of the placement before this one;
-            `columns`: `[rows, most blocks]` int32 resident block of each page;
-            `kv_offsets`, `state_offsets`: of the same shape, int64, from our pages
-            to the lender's in elements of K and V, and in 4-byte words, all
-            multiples of 16.
+        None where all heads of all requests have the same budget.
         """
-        own = self.placements
-        if own is None:
-            return None
-        pages = own.layers[own.layer]
-        slots = own.sizes[..., :1]
-        sizes = torch.cat([own.sizes, slots.cumsum(dim=1) - slots], dim=-1)
-        sizes, columns, offsets = (
-            table.flatten(0, 1) for table in (sizes, own.columns, own.offsets)
-        )
-        item = pages.keys.element_size()
-        assert not (offsets % (16 * 4)).any(), "caches of layers start anywhere"
-        tables = (sizes.int(), columns, offsets // item, offsets // 4)
-        return tuple(table.to(pages.keys.device) for table in tables)
+        return device_tables(self.placements) if self.placements else None
 
     def layouts_of(self, placement: int, num_kv_heads: int) -> Sequence[SlotLayout]:
         """The slots of each KV head, by the placement of that index."""
@@ -136,6 +117,11 @@ class DecodeParams:
             return [self.layout] * num_kv_heads
         assert self.placements is not None
         return self.placements.layouts(placement)
+
+    def largest_of(self, placement: int, num_kv_heads: int) -> int:
+        """Slots of the KV head with the largest budget, by one placement."""
+        layouts = self.layouts_of(placement, num_kv_heads)
+        return max(layout.budget for layout in layouts)
 
     def budget_of(self, placement: int) -> int:
         """Slots of a KV head on average."""

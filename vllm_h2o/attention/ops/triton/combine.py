@@ -15,6 +15,7 @@ from vllm_h2o.attention.ops.triton.slots import (
     places_of,
     sizes_of,
     slot_of,
+    split_slots_of,
 )
 
 
@@ -22,10 +23,10 @@ from vllm_h2o.attention.ops.triton.slots import (
 def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    table, table_stride, heads, positions, first_queries, placements, grown_at,
+    table, table_stride, sizes, lists, positions, first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
     losers, leaving_attention,
-    score_decay, head_blocks, max_splits, split_slots,
+    score_decay, max_splits, least_split, split_slots, tile,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     UNIT: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
@@ -60,17 +61,20 @@ def combine_kernel(
         tl.store(out + d, nothing, mask=d < tl.where(part < GROUP, HEAD_SIZE, 0))
         return
     entry = 0
-    if heads is not None:
+    if sizes is not None:
         entry = tl.load(placements + row) * NUM_KV_HEADS + head
-    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
-    place = place_of(position, heads, entry, grown_at, row)
+    heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
+    place = place_of(position, sizes, entry, grown_at, row)
     slot = slot_of(place, heavy, budget)
     length = tl.minimum(place + 1, budget)
     table += row.to(tl.int64) * table_stride
     places, state = (table, None, None), (table, None, None)
-    if heads is not None:
-        places, state = places_of(table, heads, entry, head_blocks)
+    if lists is not None:
+        places, state = places_of(table, sizes, lists, entry)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
+    split_slots = split_slots_of(
+        sizes, entry, max_splits, least_split, split_slots, tile
+    )
     # Splits past the length wrote nothing.
     num_splits = tl.cdiv(length, split_slots)
     first_partial = item * max_splits * GROUP
@@ -84,7 +88,7 @@ def combine_kernel(
         scores_now = position >= tl.load(first_queries + row).to(tl.int32)
         if scores_now & (part * BLOCK_T < length):
             first = tl.load(logit_starts + row)
-            first += logits_before(heads, entry, head, position, BUDGET)
+            first += logits_before(sizes, entry, head, position, BUDGET)
             update_scores(
                 attention, state_strides, state, logits + first * GROUP,
                 partial_maxima + first_partial, partial_sums + first_partial,

@@ -15,24 +15,25 @@ from vllm_h2o.attention.ops.triton.slots import (
     sizes_of,
     slot_of,
     soft_capped,
+    split_slots_of,
 )
 
 # Finite, so that a split without a single token merges with weight exp(-huge)
 # and not exp(inf - inf).
 _NO_LOGIT = tl.constexpr(-1.0e38)
 
-# Differ by layer and by the number of rows: one compilation must serve them all.
-VARYING = ["head_blocks", "max_splits"]
+# Differs by layer and by the number of rows: one compilation must serve them all.
+VARYING = ["max_splits"]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    table, table_stride, heads, positions, first_queries, placements, grown_at,
+    table, table_stride, sizes, lists, positions, first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
     losers, leaving_attention,
-    scale, softcap, head_blocks, max_splits, split_slots,
+    scale, softcap, max_splits, least_split, split_slots, tile,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     PINNED: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
@@ -63,18 +64,21 @@ def attend_kernel(
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
     entry = 0
-    if heads is not None:
+    if sizes is not None:
         entry = tl.load(placements + row) * NUM_KV_HEADS + head
-    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
-    place = place_of(position, heads, entry, grown_at, row)
+    heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
+    place = place_of(position, sizes, entry, grown_at, row)
+    split_slots = split_slots_of(
+        sizes, entry, max_splits, least_split, split_slots, tile
+    )
     start = split * split_slots
     end = tl.minimum(start + split_slots, tl.minimum(place + 1, budget))
     if start >= end:
         return
     table += row.to(tl.int64) * table_stride
     places, state = (table, None, None), (table, None, None)
-    if heads is not None:
-        places, state = places_of(table, heads, entry, head_blocks)
+    if lists is not None:
+        places, state = places_of(table, sizes, lists, entry)
     slot = slot_of(place, heavy, budget)
     item = row.to(tl.int64) * NUM_KV_HEADS + head
 
@@ -115,7 +119,7 @@ def attend_kernel(
         scores_now = position >= tl.load(first_queries + row).to(tl.int32)
         scored_end = tl.where(scores_now, end, start)
         first_z = tl.load(logit_starts + row)
-        first_z += logits_before(heads, entry, head, position, BUDGET)
+        first_z += logits_before(sizes, entry, head, position, BUDGET)
         z_rows = first_z * GROUP + g * tl.minimum(place + 1, budget)
         z_mask = g < tl.where(holds_new & scores_now, GROUP, 0)
         tl.store(logits + z_rows + slot, new_z, mask=z_mask)

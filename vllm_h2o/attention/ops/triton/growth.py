@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import ScoredLayer
-from vllm_h2o.attention.ops.triton.launch import head_blocks, page_arguments
+from vllm_h2o.attention.ops.triton.launch import page_arguments, table_arguments
 from vllm_h2o.attention.ops.triton.slots import (
     page_offsets,
     place_after,
@@ -20,14 +20,14 @@ from vllm_h2o.attention.ops.triton.slots import (
 
 _TILE_TOKENS = 32
 # Differ from request to request or by layer: one compilation must serve them all.
-_VARYING = ["placement", "num_tokens", "grown_at", "head_blocks", "most"]
+_VARYING = ["placement", "num_tokens", "grown_at", "most"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["blocks"])
 def ring_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    staged, staged_attention, staged_births, blocks, heads,
-    placement, num_tokens, grown_at, head_blocks, most,
+    staged, staged_attention, staged_births, blocks, sizes, lists,
+    placement, num_tokens, grown_at, most,
     BACK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -44,12 +44,13 @@ def ring_kernel(
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     entry = placement * tl.num_programs(1) + head
-    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
+    heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     place = num_tokens
     places, state = (blocks, None, None), (blocks, None, None)
-    if heads is not None:
-        place = place_after(num_tokens, heads, entry, grown_at)
-        places, state = places_of(blocks, heads, entry, head_blocks)
+    if sizes is not None:
+        place = place_after(num_tokens, sizes, entry, grown_at)
+    if lists is not None:
+        places, state = places_of(blocks, sizes, lists, entry)
     i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     exists = i < tl.where(place < budget, 0, budget - heavy)
     slot = heavy + i
@@ -92,16 +93,15 @@ def order_rings(
     for layer in layers:
         pages, params, layout = layer.pages, layer.params, layer.params.layout
         num_kv_heads, head_size = pages.keys.shape[1:3]
-        most = params.largest_budget
+        most = params.largest_of(placement, num_kv_heads)
         state = (num_kv_heads, most)
         shared = {
             **page_arguments(pages),
             "staged": pages.keys.new_empty(*state, 2 * head_size),
             "staged_attention": pages.attention.new_empty(state),
             "staged_births": pages.births.new_empty(state),
-            "blocks": blocks, "heads": params.head_tables, "placement": placement,
-            "num_tokens": num_tokens, "grown_at": grown_at,
-            "head_blocks": head_blocks(params), "most": most,
+            **table_arguments(params), "blocks": blocks, "placement": placement,
+            "num_tokens": num_tokens, "grown_at": grown_at, "most": most,
             "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
             "HEAVY": layout.heavy_slots, "BUDGET": layout.budget,
             "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),

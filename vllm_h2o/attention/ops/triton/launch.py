@@ -9,6 +9,7 @@ captured in a CUDA graph and never waits for the device.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ _TILE_BYTES = 8 * 1024
 _PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 64
 """One program merges them: their outputs are in its registers."""
+_LEAST_SPLIT = 128
+"""Slots: what is shorter is not worth a program of its own."""
 SCORE_TILE = 512
 """Slots whose attention one program updates."""
 CANDIDATE_TILE = 1024
@@ -137,7 +140,9 @@ class DecodeScratch:
         return 4 * (words + partials * (head_size + 2))
 
 
-def slots_with_logits(max_rows: int, most_slots: int, pool: int, budget: int) -> int:
+def slots_with_logits(
+    max_rows: int, most_slots: int, pool: int, slots_per_token: float
+) -> int:
     """Slots of KV heads that all rows that score have together, at most.
 
     A row that scores owns the blocks of its `min(tokens, budget)` slots on average, so
@@ -147,9 +152,10 @@ def slots_with_logits(max_rows: int, most_slots: int, pool: int, budget: int) ->
         max_rows: Rows of a batch.
         most_slots: That the KV heads of a row have together.
         pool: Tokens of all blocks.
-        budget: Slots of a KV head on average.
+        slots_per_token: That the KV heads of a row have together for a token of its
+            budget.
     """
-    return min(max_rows * most_slots, triton.cdiv(pool * most_slots, budget))
+    return min(max_rows * most_slots, math.ceil(pool * slots_per_token))
 
 
 def _partials(
@@ -219,7 +225,7 @@ def decode_resident(
         "value": value, "value_strides": value.stride()[:2],
         **page_arguments(pages),
         "table": rows.block_table, "table_stride": rows.block_table.stride(0),
-        "heads": None if rows.placements is None else params.head_tables,
+        **(NO_TABLES if rows.placements is None else table_arguments(params)),
         "positions": rows.positions,
         "first_queries": rows.first_queries, "placements": rows.placements,
         "grown_at": None if rows.placements is None else rows.grown_at,
@@ -251,9 +257,16 @@ def decode_resident(
     )  # fmt: skip
 
 
-def head_blocks(params: DecodeParams) -> int:
-    """Entries of a row of `DecodeParams.head_tables`."""
-    return params.placements.columns.shape[-1] if params.placements else 0
+NO_TABLES: dict[str, Any] = {"sizes": None, "lists": None}
+"""`table_arguments` where all heads have the same budget."""
+
+
+def table_arguments(params: DecodeParams) -> dict[str, Any]:
+    """Kernel arguments that say how placements have their slots."""
+    tables = params.device_tables
+    if tables is None:
+        return NO_TABLES
+    return {"sizes": tables.sizes, "lists": tables.pages and tuple(tables.pages)}
 
 
 def page_arguments(pages: Pages) -> dict[str, Any]:
@@ -331,10 +344,11 @@ def _shapes(
     return {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size,
         "BLOCK_SIZE": layout.block_size, "HEAVY": layout.heavy_slots,
-        "BUDGET": layout.budget, "head_blocks": head_blocks(params), "UNIT": unit,
+        "BUDGET": layout.budget, "UNIT": unit,
         "SCORED": scored,
         "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
-        "max_splits": splits, "split_slots": split_slots,
+        "max_splits": splits, "split_slots": split_slots, "tile": tile,
+        "least_split": min(split_slots, _LEAST_SPLIT),
         # Tensor cores multiply 16 rows at least.
         "BLOCK_G": 16, "BLOCK_D": triton.next_power_of_2(head_size),
         "BLOCK_U": triton.next_power_of_2(unit),
@@ -369,7 +383,7 @@ def _num_splits(
         return tuning.num_splits
     # One more would leave a second wave that hardly fills the device.
     wanted = _PROGRAMS_PER_SM * num_sms(device) // items
-    of_average = max(1, min(wanted, budget // 128))
+    of_average = max(1, min(wanted, budget // _LEAST_SPLIT))
     return min(triton.cdiv(of_average * largest_budget, budget), _MAX_SPLITS)
 
 

@@ -67,7 +67,7 @@ def image_of(score):
 
 @triton.jit(do_not_specialize=_VARYING)
 def image_kernel(
-    attention, attention_stride, images, images_stride, heads,
+    attention, attention_stride, images, images_stride, sizes,
     num_tokens, placement, average, first_query,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr, PINNED: tl.constexpr,
     MEAN: tl.constexpr, POOLING: tl.constexpr, UNIT: tl.constexpr,
@@ -87,7 +87,7 @@ def image_kernel(
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     entry = placement * tl.num_programs(1) + head
-    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
+    heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     end, _ = heavy_part(num_tokens, heavy, budget, UNIT)
     if tile * TILE * UNIT >= end:
         return
@@ -95,7 +95,7 @@ def image_kernel(
     tokens = units[:, None] * UNIT + within[None, :]
     competes = (tokens < end) & (within < UNIT)[None, :]
     reach = POOLING // 2
-    if heads is not None:
+    if sizes is not None:
         reach = tl.where(budget < average, 0, reach)
     attention += head.to(tl.int64) * attention_stride
     score = pooled_scores(
@@ -168,7 +168,7 @@ def compact(
 
 @triton.jit(do_not_specialize=_VARYING)
 def select_kernel(
-    images, images_stride, positions, slots, heads, num_tokens, most, placement,
+    images, images_stride, positions, slots, sizes, num_tokens, most, placement,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Choose the tokens of one KV head: the highest images, then the recent window.
@@ -186,7 +186,7 @@ def select_kernel(
     """
     head = tl.program_id(0).to(tl.int64)
     entry = placement * tl.num_programs(0) + head
-    heavy, budget = sizes_of(heads, entry, HEAVY, BUDGET)
+    heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     end, kept = heavy_part(num_tokens, heavy, budget, UNIT)
     images += head * images_stride
     positions += head * most
@@ -218,13 +218,14 @@ def select(
     layout = params.layout
     unit = layout.block_size if layout.whole_blocks else 1
     block_u = triton.next_power_of_2(unit)
-    most = min(num_tokens, params.largest_budget)
+    most = min(num_tokens, params.largest_of(placement, num_kv_heads))
     images = attention.new_empty(num_kv_heads, num_tokens // unit, dtype=torch.int32)
     positions = attention.new_empty(num_kv_heads, most, dtype=torch.int64)
     slots = torch.empty_like(positions)  # aligned as it is, whatever their size
+    tables = params.device_tables
     shared = {
         "images": images, "images_stride": images.stride(0),
-        "heads": params.head_tables, "num_tokens": num_tokens,
+        "sizes": tables and tables.sizes, "num_tokens": num_tokens,
         "placement": placement,
         "HEAVY": layout.heavy_slots, "BUDGET": layout.budget, "UNIT": unit,
     }  # fmt: skip

@@ -2,12 +2,12 @@
 
 Slot numbers are int32, addresses int64: a layer's cache passes 2**31 elements.
 
-`heads`, budgets by head, is None or the device tensors of `DecodeParams.head_tables`:
-`(sizes, columns, kv_offsets, state_offsets)`, each with an entry for each KV head of
-each placement: four sizes, and `head_blocks` of the others. `places` is where the
-pages of one row and KV head are: `(table, columns, offsets)`, the row's block ids, and
-of each page its column and its distance from this layer's pages, in elements of what
-is addressed; the latter two are None where page i is block i.
+`sizes` and `lists` are what `DeviceTables` has, budgets by head and where their pages
+are; `entry` is of a KV head in a placement. Both are None where all have the same
+budget, and `lists` where all have pages of their own. `places` is where the pages of
+one row and KV head are: `(table, columns, offsets)`, the row's block ids, and of each
+page its column and its distance from this layer's pages, in elements of what is
+addressed; the latter two are None where page i is block i.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_h2o.attention.device_tables import NUM_SIZES
+
+_SIZES = tl.constexpr(NUM_SIZES)
+
 
 @triton.jit
-def sizes_of(heads, entry, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
+def sizes_of(sizes, entry, HEAVY: tl.constexpr, BUDGET: tl.constexpr):
     """`(heavy slots, budget)` of a KV head, of that entry in the tables."""
-    if heads is not None:
-        return tl.load(heads[0] + 4 * entry + 1), tl.load(heads[0] + 4 * entry)
+    if sizes is not None:
+        at = sizes + _SIZES * entry
+        return tl.load(at + 1), tl.load(at)
     else:
         return HEAVY, BUDGET
 
 
 @triton.jit
-def logits_before(heads, entry, head, position, BUDGET: tl.constexpr):
+def logits_before(sizes, entry, head, position, BUDGET: tl.constexpr):
     """Slots of a row's KV heads before this one that have a logit.
 
     The smaller sum of two is never below the sum of the smaller ones: heads that are
@@ -34,35 +39,54 @@ def logits_before(heads, entry, head, position, BUDGET: tl.constexpr):
     `min(budget, position + 1)` logits each.
     """
     before = head * BUDGET
-    if heads is not None:
-        before = tl.load(heads[0] + 4 * entry + 3)
+    if sizes is not None:
+        before = tl.load(sizes + _SIZES * entry + 3)
     return tl.minimum(before, head * (position + 1))
 
 
 @triton.jit
-def places_of(table, heads, entry, head_blocks):
-    """`(places in K and V, places in the state)` of a KV head of a row, by head.
+def split_slots_of(sizes, entry, max_splits, least, split_slots, tile):
+    """Slots of a split: the richest head of each budget has as many splits.
 
-    Only where there are `heads`: Triton 3.6 can not return None in a tuple.
+    Args:
+        sizes: See above.
+        entry: See above.
+        max_splits: Of the richest head.
+        least: No split has fewer slots, but for the last of a head.
+        split_slots: Where all have the same budget.
+        tile: Slots of a split are a multiple of.
     """
-    row = entry * head_blocks
-    columns = heads[1] + row
-    return (table, columns, heads[2] + row), (table, columns, heads[3] + row)
+    if sizes is not None:
+        richest = tl.load(sizes + _SIZES * entry + 5)
+        split_slots = tl.cdiv(tl.cdiv(richest, max_splits), tile) * tile
+        split_slots = tl.maximum(split_slots, least)
+    return split_slots
 
 
 @triton.jit
-def place_of(position, heads, entry, grown_at, row):
+def places_of(table, sizes, lists, entry):
+    """`(places in K and V, places in the state)` of a KV head of a row.
+
+    Only where there are `lists`: Triton 3.6 can not return None in a tuple.
+    """
+    start = tl.load(sizes + _SIZES * entry + 4)
+    columns = lists[0] + start
+    return (table, columns, lists[1] + start), (table, columns, lists[2] + start)
+
+
+@triton.jit
+def place_of(position, sizes, entry, grown_at, row):
     """`policy.layout.place_of`: the position, until the row's budget grows."""
     place = position
     if grown_at is not None:
-        place = place_after(position, heads, entry, tl.load(grown_at + row))
+        place = place_after(position, sizes, entry, tl.load(grown_at + row))
     return place
 
 
 @triton.jit
-def place_after(position, heads, entry, grown_at):
+def place_after(position, sizes, entry, grown_at):
     """The same where the count is at hand."""
-    before = tl.load(heads[0] + 4 * entry + 2)
+    before = tl.load(sizes + _SIZES * entry + 2)
     grown_at = grown_at.to(tl.int32)
     return position - grown_at + tl.minimum(grown_at, before)
 
@@ -95,7 +119,7 @@ def page_offsets(places, slots, mask, head, strides, BLOCK_SIZE: tl.constexpr):
     block = tl.load(table + column, mask=mask, other=0).to(tl.int64)
     offsets = block * strides[0] + head * strides[1] + (slots % BLOCK_SIZE) * strides[2]
     if lent is not None:
-        # They are multiples of 16 elements (`DecodeParams.head_tables`): said here, or
+        # They are multiples of 16 elements (`device_tables`): said here, or
         # the compiler would read K and V element by element.
         offsets += tl.load(lent + page, mask=mask, other=0) // 16 * 16
     return offsets

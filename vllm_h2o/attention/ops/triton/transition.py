@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import DecodeParams, Kept, ScoredLayer
-from vllm_h2o.attention.ops.triton.launch import head_blocks, page_arguments
+from vllm_h2o.attention.ops.triton.launch import page_arguments, table_arguments
 from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.attention.pages import Pages
@@ -18,7 +18,7 @@ from vllm_h2o.policy.methods import State
 
 _TILE_TOKENS = 32
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
-_VARYING = ["most", "placement", "prompt_attention_stride", "head_blocks"]
+_VARYING = ["most", "placement", "prompt_attention_stride"]
 
 
 @triton.jit(
@@ -59,7 +59,7 @@ def gather_kernel(
 def scatter_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     staged, kept, slots, most, prompt_attention, prompt_attention_stride,
-    target_blocks, heads, placement, head_blocks,
+    target_blocks, sizes, lists, placement,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -81,9 +81,9 @@ def scatter_kernel(
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
     places, state = (target_blocks, None, None), (target_blocks, None, None)
-    if heads is not None:
+    if lists is not None:
         entry = placement * tl.num_programs(1) + head
-        places, state = places_of(target_blocks, heads, entry, head_blocks)
+        places, state = places_of(target_blocks, sizes, lists, entry)
     target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
     along = d[None, :] * keys_strides[3]
     tl.store(keys + target[:, None] + along, tl.load(staged, mask=mask), mask=mask)
@@ -152,7 +152,6 @@ def copy_kept(
     scatter_kernel[grid](
         **arguments, slots=kept.slots,
         prompt_attention=attention, prompt_attention_stride=attention.stride(0),
-        target_blocks=target_blocks, heads=params.head_tables, placement=placement,
-        head_blocks=head_blocks(params),
-        **shared,
+        target_blocks=target_blocks, placement=placement,
+        **table_arguments(params), **shared,
     )  # fmt: skip
