@@ -62,6 +62,8 @@ def test_lists_of_pages_are_shared():
         distance = layers[page.layer].keys.data_ptr() - layers[0].keys.data_ptr()
         assert (elements[at], words[at]) == (distance // 2, distance // 4)
     assert {page.layer for page in pages} > {0}
+    # Of a layer in which nobody borrows too, or it would be compiled for apart.
+    assert len(params_of(layers, 2, 16).device_tables.pages.columns) == 3
 
 
 def test_no_lists_where_all_heads_have_pages_of_their_own():

@@ -29,7 +29,7 @@ from tests.models import SMOLLM2
 from vllm_h2o.core.manager import H2OManager, check_integrity
 from vllm_h2o.core.plan import NUM_COUNTS, ResidencyPlan, RowPlan
 from vllm_h2o.core.scheduler import H2OScheduler
-from vllm_h2o.core.settings import h2o_config, override
+from vllm_h2o.core.settings import CONFIG_KEY, h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.gate import NUM_QUERIES
 
@@ -58,7 +58,14 @@ def config_of(
     ).create_engine_config()
     # No attention on CPU takes blocks this small, but they find more in a scheduler.
     config.cache_config.block_size = BLOCK_SIZE
-    override(config, budget=budget, min_budget=2 * BLOCK_SIZE)
+    # So are the budgets.
+    additional = config.additional_config
+    settings = {
+        **additional[CONFIG_KEY],
+        "budget": budget,
+        "min_budget": 2 * BLOCK_SIZE,
+    }
+    config.additional_config = {**additional, CONFIG_KEY: settings}
     return config
 
 

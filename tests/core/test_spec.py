@@ -57,6 +57,20 @@ def test_memory_is_asked_at_the_length_that_vllm_tries():
     assert spec.dense_columns > 200 // spec.block_size, "the table keeps its columns"
 
 
+def test_memory_of_a_share_is_asked_by_the_length():
+    """A request of the length that is found has the budget of its class."""
+    vllm_config = copy.deepcopy(config_of(window=64, budget=128, chunk=64))
+    config = H2OConfig(budget="25%", min_budget=64)
+    spec = H2OAttentionSpec.of(PLAIN, config, 8192)
+    ladder, size = spec.limits("cpu").ladder, spec.block_size
+    for tokens in (8192, 2000, 300):
+        vllm_config.model_config.max_model_len = tokens
+        blocks = ladder.budgets[ladder.enters(tokens, tokens)]
+        asked = spec.max_memory_usage_bytes(vllm_config)
+        assert asked == (-(-tokens // size) + blocks) * spec.page_size_bytes
+        assert blocks < 0.25 * tokens / size * 1.2 + 1
+
+
 def test_merge_keeps_the_kind():
     merged = H2OAttentionSpec.merge([SPEC, replace(SPEC)])
     assert type(merged) is H2OAttentionSpec and merged == SPEC

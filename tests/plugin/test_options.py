@@ -19,7 +19,7 @@ from vllm_h2o.attention.ops import cpu, triton
 from vllm_h2o.calibration.head_profiles import why_not_measured
 from vllm_h2o.core.settings import h2o_config, parse_settings, uses_profile_cache
 from vllm_h2o.plugin.engine_args import extend, translate
-from vllm_h2o.plugin.requests import _limits as limits_of
+from vllm_h2o.plugin.requests import limits_of
 from vllm_h2o.plugin.validate import check_kernels, check_vllm_config
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
@@ -759,7 +759,7 @@ def test_config_reaches_the_engine_config(model_of):
     assert (layout.budget, layout.heavy_slots, layout.recent_slots) == (256, 128, 128)
 
 
-def test_a_share_of_a_length_that_vllm_finds_is_a_number(model_of):
+def test_a_share_of_a_length_that_vllm_finds(model_of):
     """With --max-model-len auto processes learn of the length at different times."""
     model = model_of("LlamaForCausalLM", **LLAMA)
     args = EngineArgs(kv_policy="h2o", dtype="float32", **model)
@@ -767,10 +767,10 @@ def test_a_share_of_a_length_that_vllm_finds_is_a_number(model_of):
     args.max_model_len = -1
     config = args.create_engine_config()
     longest = config.model_config.max_model_len
-    assert h2o_config(config).budget == -(-longest // 5)
+    assert h2o_config(config).budget == "20%"
     before = limits_of(config)
     config.model_config.max_model_len = longest // 2
-    assert limits_of(config).layout == before.layout
+    assert limits_of(config) == before
 
 
 def test_official_spelling_gives_the_same_config(model_of):

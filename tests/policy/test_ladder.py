@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_h2o.policy.ladder import Ladder
@@ -50,6 +50,7 @@ def test_a_number_is_the_budget_of_all():
     st.integers(1, 4096),
     st.floats(0.0, 1.0),
 )
+@example(750, 16, 300, 64, 0.0)  # the last budget is far from the one before
 def test_classes(promille, block_size, longest, least, prompt):
     share = promille / 1000
     most = math.ceil(math.ceil(share * longest) / block_size)

@@ -22,7 +22,7 @@ from vllm_h2o.attention.ops import DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.attention.transition import observe_prompt
-from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.settings import h2o_config, longest_request
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
@@ -77,8 +77,7 @@ class H2OBackend(_StockBackend):
         config = h2o_config(vllm_config)
         assert config is not None, "only H2O's worker registers this"
         cls.check_supported(spec, vllm_config)
-        max_model_len = vllm_config.model_config.max_model_len
-        return H2OAttentionSpec.of(spec, config, max_model_len)
+        return H2OAttentionSpec.of(spec, config, longest_request(vllm_config))
 
 
 class H2OImpl(_StockImpl):

@@ -43,7 +43,7 @@ class DeviceTables(NamedTuple):
             budget before it grew to this one; the budgets of the KV heads of the
             placement before this one; where its pages begin in `pages`; and the largest
             of the layer, in this placement and once the request has filled its budget.
-        pages: None where page i of every head is in its own block of column i.
+        pages: None where no head of any layer borrows a page, or leaves one out.
     """
 
     sizes: torch.Tensor
@@ -74,7 +74,7 @@ def device_tables(own: LayerPlacements) -> DeviceTables:
     columns, offsets = lists.joined()
     assert not (offsets % (16 * 4)).any(), "caches of layers start anywhere"
     of_pages = None
-    if not lists.are_alike:
+    if not table.has_own_pages:  # the same for all layers: it is compiled into kernels
         of_pages = PageLists(
             columns.to(device),
             (offsets // item).to(device),
@@ -90,7 +90,6 @@ class _Lists:
         self._lists: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]] = []
         self._starts: list[int] = []
         self._end = 0
-        self.are_alike = True
 
     def start(self, columns: torch.Tensor, offsets: torch.Tensor) -> int:
         """Where a list begins that is kept, or begins like one that is."""
@@ -102,8 +101,6 @@ class _Lists:
         self._lists.append(mine)
         self._starts.append(self._end)
         self._end += count
-        in_order = np.array_equal(mine[0], np.arange(count)) and not mine[1].any()
-        self.are_alike &= bool(in_order)
         return self._starts[-1]
 
     def joined(self) -> tuple[torch.Tensor, torch.Tensor]:

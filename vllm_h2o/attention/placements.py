@@ -41,6 +41,8 @@ class PlacementTable:
         most_blocks: `[num_layers]` of a head, in any placement.
         capacity: How many placements there is room for.
         block_size: Slots of a block.
+        has_own_pages: Whether page i of every head is its own of column i, in all
+            placements.
         sizes: `[num_layers, capacity, num_kv_heads, 3]` int64: budget, heavy slots, and
             the budget before it grew to this one.
         order: `[num_layers, capacity, num_kv_heads]` int64 heads, those with the
@@ -68,6 +70,7 @@ class PlacementTable:
         shape = len(layers), capacity, layers[0].keys.shape[1]
         self.layers, self.most_blocks = layers, most_blocks
         self.capacity, self.block_size = capacity, layout.block_size
+        self.has_own_pages = True
         self._placements: dict[int, Placement] = {}
         width = max(*most_blocks, layout.budget_blocks)
         self.sizes = _zeros(np.int64, *shape, 3)
@@ -136,9 +139,12 @@ class PlacementTable:
         for layer, heads in enumerate(placement.pages):
             for head, pages in enumerate(heads):
                 at = layer, index, head, slice(len(pages))
-                self.columns[at] = torch.tensor([page.column for page in pages]).int()
+                columns = torch.tensor([page.column for page in pages])
                 from_here = [starts[page.layer] - starts[layer] for page in pages]
-                self.offsets[at] = torch.tensor(from_here)
+                offsets = torch.tensor(from_here)
+                self.columns[at], self.offsets[at] = columns.int(), offsets
+                in_order = torch.equal(columns, torch.arange(len(pages)))
+                self.has_own_pages &= in_order and not bool(offsets.any())
 
     def remove(self, index: int) -> None:
         """Take a placement that no request has any more."""

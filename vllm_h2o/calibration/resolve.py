@@ -81,8 +81,7 @@ class Resolved:
 
     def limits(self, spec: H2OAttentionSpec) -> RequestLimits:
         """What requests may ask for, by the spec of a layer that evicts."""
-        longest = spec.max_model_len
-        return RequestLimits.of(self.config, spec.layout, self.device, longest)
+        return replace(spec, h2o=self.config).limits(self.device)
 
     def spec(self, spec: H2OAttentionSpec) -> H2OAttentionSpec:
         """The spec of a layer that evicts."""

@@ -19,8 +19,9 @@ from vllm_h2o.core.metrics import Reporter
 from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.presets import FULL
-from vllm_h2o.policy.request import DEFAULTS, RequestLimits, RequestOptions
+from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,20 +51,20 @@ class H2OScheduler(AsyncScheduler):
                 publish_alike(manager, self.h2o_managers[0])
         self._layout = self._spec.layout
         device = self.vllm_config.device_config.device_type
-        self._limits = RequestLimits.of(
-            self._spec.h2o, self._layout, device, self.max_model_len
-        )
+        self._limits = self._spec.limits(device)
+        longest = self.max_model_len
+        self._most = self._limits.climb(None, longest, longest).budget
         self.h2o_stats = H2OStats()
         self._reporter = Reporter()
         self._restarted: list[str] = []
         self._logged_counters = ""
         logger.info_once("%s", self._summary())
-        if self._layout.budget >= self.max_model_len:
+        if self._most >= longest:
             logger.warning_once(
                 "H2O evicts nothing: its budget (--h2o-budget) of %d tokens holds the "
                 "longest request, --max-model-len %d",
-                self._layout.budget,
-                self.max_model_len,
+                self._most,
+                longest,
             )
 
     def add_request(self, request: Request) -> None:
@@ -237,7 +238,7 @@ class H2OScheduler(AsyncScheduler):
         return spec
 
     def _summary(self) -> str:
-        spec, config, layout = self._spec, self._spec.h2o, self._spec.layout
+        spec, config = self._spec, self._spec.h2o
         usable = self.kv_cache_config.num_blocks - 1
         full = cdiv(self.max_model_len, spec.block_size)
         groups = self.kv_cache_config.kv_cache_groups
@@ -247,7 +248,9 @@ class H2OScheduler(AsyncScheduler):
             if (window := getattr(group.kv_cache_spec, "sliding_window", None))
         )
         count = len(self.h2o_managers)
-        resident = usable // (layout.budget_blocks * count + windowed)
+        most, blocks = self._most, self._most // spec.block_size
+        layout = SlotLayout.of_blocks(config, spec.block_size, blocks)
+        resident = usable // (blocks * count + windowed)
         decay = getattr(config.method, "score_decay", None)
         observing = (
             "prompts by the gate"
@@ -258,22 +261,21 @@ class H2OScheduler(AsyncScheduler):
         decay = "" if decay is None else f", decay {decay:g}"
         reading = f", reading {config.read}" if config.reads_part else ""
         merging = f", merging {config.merge}s" if config.merges else ""
-        budget = f"budget {layout.budget} tokens"
+        budget = f"budget {most} tokens"
         ladder = self._limits.ladder
         if len(ladder.budgets) > 1:
             budget = (
                 f"budget {config.budget} of what a request has, at least "
-                f"{ladder.budgets[0] * ladder.block_size} tokens, of the longest "
-                f"{layout.budget}"
+                f"{ladder.budgets[0] * ladder.block_size} tokens, of the longest {most}"
             )
         return (
             f"H2O is on: policy {config.policy}, {budget} "
-            f"({layout.budget_blocks} blocks of {spec.block_size}): "
+            f"({blocks} blocks of {spec.block_size}): "
             f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
             f"score {config.score}{decay}, "
             f"{observing}{reading}{merging}. After its prompt a request "
-            f"holds at most {layout.budget} KV tokens (stock: {self.max_model_len}); "
+            f"holds at most {most} KV tokens (stock: {self.max_model_len}); "
             "the pool of "
             f"{usable} blocks fits {resident} such requests, or "
             f"{usable // (full * count + windowed)} full-length ones."

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONFIG_KEY = "h2o"
+_LONGEST_KEY = "h2o_max_model_len"
 CALIBRATE = "VLLM_H2O_CALIBRATE"
 """Environment variable; at 0 the cache of head profiles is not used, and
 `head_budgets="auto"` takes files only."""
@@ -76,10 +77,22 @@ def settings_of(config: H2OConfig, options: dict[str, Any]) -> dict[str, Any]:
     return {"policy": config.policy, **options}
 
 
-def override(vllm_config: VllmConfig, **options: Any) -> None:
-    """Put options in the place of those that the user left to the engine."""
+def note_longest(vllm_config: VllmConfig) -> None:
+    """Note the length of the longest request, before vLLM shortens it.
+
+    With `--max-model-len auto` it does so when the model is loaded, and processes learn
+    of that at different times: what a share is of must be the same in all.
+    """
+    additional, model = vllm_config.additional_config, vllm_config.model_config
+    assert isinstance(additional, dict)
+    if model.original_max_model_len == -1:
+        # Not in place: it may be the user's, with which another engine starts.
+        noted = {_LONGEST_KEY: model.max_model_len}
+        vllm_config.additional_config = {**additional, **noted}
+
+
+def longest_request(vllm_config: VllmConfig) -> int:
+    """Tokens that columns, budgets and their classes are made for, or more."""
     additional = vllm_config.additional_config
     assert isinstance(additional, dict)
-    # Not in place: it may be the user's dictionary, with which another engine starts.
-    settings = {**additional[CONFIG_KEY], **options}
-    vllm_config.additional_config = {**additional, CONFIG_KEY: settings}
+    return additional.get(_LONGEST_KEY, vllm_config.model_config.max_model_len)

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, floats_of_page, state_bytes
+from vllm_h2o.policy.request import RequestLimits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,7 +29,8 @@ class H2OAttentionSpec(FullAttentionSpec):
 
     Attributes:
         h2o: The policy.
-        max_model_len: Longest sequence in tokens, sizes the dense columns.
+        max_model_len: Longest sequence in tokens, sizes the dense columns; that which
+            vllm finds (`--max-model-len auto`) may be shorter.
         richest_slots: Slots of the KV head with the largest budget; 0: all heads have
             the same budget, or each request shares it out.
         richest_layer_slots: Slots that the heads of one layer have together at most,
@@ -67,6 +69,10 @@ class H2OAttentionSpec(FullAttentionSpec):
         """The slots of a request at this block size."""
         return SlotLayout.from_config(self.h2o, self.block_size, self.max_model_len)
 
+    def limits(self, device: str) -> RequestLimits:
+        """What requests may ask for, on a device of the kind that torch calls so."""
+        return RequestLimits.of(self.h2o, self.layout, device, self.max_model_len)
+
     @property
     def largest_budget(self) -> int:
         """Slots of the KV head with the largest budget."""
@@ -96,10 +102,12 @@ class H2OAttentionSpec(FullAttentionSpec):
 
         vLLM asks at several lengths to find one that fits (`--max-model-len auto`).
         """
-        longest, layout = vllm_config.model_config.max_model_len, self.layout
+        longest = vllm_config.model_config.max_model_len
+        limits = self.limits(vllm_config.device_config.device_type)
+        budget = limits.climb(None, longest, longest).budget
         blocks = cdiv(longest, self.block_size)
-        if longest > layout.budget:
-            blocks += layout.budget_blocks
+        if longest > budget:
+            blocks += budget // self.block_size
         return blocks * self.page_size_bytes
 
     @classmethod

@@ -25,7 +25,7 @@ from vllm_h2o.core import compat
 from vllm_h2o.core.settings import (
     CONFIG_KEY,
     h2o_config,
-    override,
+    note_longest,
     parse_settings,
     settings_of,
 )
@@ -137,13 +137,8 @@ def configured(create_engine_config):
         if h2o_config(vllm_config) is not None:
             compat.settle_block_size(vllm_config)
         check(vllm_config)
-        if (config := h2o_config(vllm_config)) is not None:
-            model = vllm_config.model_config
-            if model.original_max_model_len == -1 and isinstance(config.budget, str):
-                # --max-model-len auto: vLLM may shorten it later, and tells processes
-                # at different times. The share is of the length that all know now.
-                tokens = config.budget_tokens(model.max_model_len)
-                override(vllm_config, budget=tokens)
+        if h2o_config(vllm_config) is not None:
+            note_longest(vllm_config)
             from vllm_h2o.plugin.metrics import add_metrics
             from vllm_h2o.plugin.requests import check_requests
 

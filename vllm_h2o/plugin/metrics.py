@@ -27,7 +27,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 
 from vllm_h2o.core.metrics import StepReport
 from vllm_h2o.core.settings import h2o_config
-from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.plugin.requests import limits_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -131,12 +131,10 @@ class H2OStatLogger(AggregateStatLoggerBase):
         return {i: metric.labels(*own, *labels) for i, own in self._labels.items()}
 
     def _set_constants(self, vllm_config: VllmConfig) -> None:
-        model_config = vllm_config.model_config
         config = h2o_config(vllm_config)
         assert config is not None
-        layout = SlotLayout.from_config(
-            config, vllm_config.cache_config.block_size, model_config.max_model_len
-        )
+        longest = vllm_config.model_config.max_model_len
+        most = limits_of(vllm_config).climb(None, longest, longest).budget
         budget = _gauge(
             "budget_tokens", "Token slots of the longest request, per KV head."
         )
@@ -146,7 +144,7 @@ class H2OStatLogger(AggregateStatLoggerBase):
             *("policy", "head_budgets", "prompt_score"),
         )
         for metric, labels, value in (
-            (budget, (), layout.budget),
+            (budget, (), most),
             (asked, (config.policy, config.head_budgets, config.prompt_score), 1),
         ):
             for gauge in self._each(metric, *labels).values():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.core.settings import h2o_config, longest_request
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.request import RequestLimits, RequestOptions, asks_anything
 
@@ -46,7 +46,7 @@ def _checking(process_inputs: Any) -> Any:
         if asks and h2o_config(config) is not None:
             try:
                 RequestOptions.parse(
-                    params.extra_args, _limits(config), _most_tokens(request, config)
+                    params.extra_args, limits_of(config), _most_tokens(request, config)
                 )
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter="extra_args") from error
@@ -56,12 +56,12 @@ def _checking(process_inputs: Any) -> Any:
     return wrapped
 
 
-def _limits(vllm_config: VllmConfig) -> RequestLimits:
-    """Those of the engine, as far as this process knows it."""
+def limits_of(vllm_config: VllmConfig) -> RequestLimits:
+    """What requests may ask of an engine, as far as this process knows it."""
     config = h2o_config(vllm_config)
     assert config is not None
     block_size = vllm_config.cache_config.block_size
-    longest = vllm_config.model_config.max_model_len
+    longest = longest_request(vllm_config)
     layout = SlotLayout.from_config(config, block_size, longest)
     return RequestLimits.of(
         config, layout, vllm_config.device_config.device_type, longest

@@ -62,6 +62,9 @@ class Ladder:
             lengths.append(length)
             # What a budget holds the one before serves: see `enters`.
             blocks = max(int(blocks * min(_STEP, 1 / share)), blocks + 1)
+        while lengths and lengths[-1] < most_blocks * block_size:
+            budgets.pop()
+            lengths.pop()
         budgets.append(most_blocks)
         lengths.append(max_model_len)
         return cls(block_size, tuple(budgets), tuple(lengths), share)

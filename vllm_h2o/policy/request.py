@@ -57,7 +57,8 @@ class RequestLimits:
         share = config.share
         if share is None or why or layout.budget >= max_model_len:
             ladder = Ladder.of_number(layout.budget_blocks, size, max_model_len)
-            why = why or no_number
+            if no_number and not why:
+                why = f"on {device} they differ only where --h2o-budget is a share"
         else:
             least = max(config.min_budget, size * _fewest_blocks(config, size))
             ladder = Ladder.of_share(
