@@ -33,7 +33,7 @@ from benchmarks.heads import placements_of
 from benchmarks.report import spread, write_json
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu
 from vllm_h2o.attention.ops.cpu import library as c_library
-from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.pages import FIELDS, Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
@@ -110,7 +110,7 @@ class State:
         ]
         order = torch.randperm(args.rows * columns) + 1
         self.block_table = order.view(args.rows, columns).int()
-        self.layers = [Pages.view(cache) for cache in self.caches]
+        self.layers = [Pages.view(cache, FIELDS, True, True) for cache in self.caches]
         for pages in self.layers:
             pages.attention.uniform_()
             pages.births.zero_()

@@ -139,12 +139,11 @@ def transition(
     placement = BY_HEAD if by_head else UNIFORM
     first_query = sizes.context - sizes.window
     arguments = (state, placement, first_query, config, params)
+    scored = ScoredLayer(layers[0], state, params)
 
     def move() -> None:
         kept = select(*arguments)
-        copy_kept(
-            layers[0], blocks[:dense], blocks[dense:], placement, kept, state, params
-        )
+        copy_kept(scored, blocks[:dense], blocks[dense:], placement, kept)
 
     return timed(lambda: select(*arguments)), timed(move)
 

@@ -94,10 +94,11 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     blocks, state = torch.arange(4), {"attention": torch.zeros(2, block_size)}
     observe(query, pages, blocks, 7, state, params)
     kept = select(state, UNIFORM, 0, H2OConfig(), params)
-    copy_kept(pages, blocks, table[0], UNIFORM, kept, state, params)
+    layer = ScoredLayer(pages, state, params)
+    copy_kept(layer, blocks, table[0], UNIFORM, kept)
     gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
     score_by_gate([ScoredLayer(pages, state, gated)], blocks.int(), 0)
-    order_rings([ScoredLayer(pages, state, params)], table[0], UNIFORM, 9, 0)
+    order_rings([layer], table[0], UNIFORM, 9, 0)
 
 
 def gate_of(num_kv_heads, head_size, rotary_dim, dtype):
@@ -159,10 +160,10 @@ def launch_prompts():
         observe(query, pages, table, start, state, params)
         placement = BY_HEAD if num_tokens > layout.budget else UNIFORM
         kept = select(state, placement, start, H2OConfig(), params)
-        copy_kept(pages, table, table, placement, kept, state, params)
+        layer = ScoredLayer(pages, state, params)
+        copy_kept(layer, table, table, placement, kept)
         score_by_gate([ScoredLayer(pages, state, gated)], table, start)
-        layers = [ScoredLayer(pages, state, params)]
-        order_rings(layers, table, placement, num_tokens, first)
+        order_rings([layer], table, placement, num_tokens, first)
 
 
 if __name__ == "__main__":

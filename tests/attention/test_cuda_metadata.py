@@ -58,7 +58,14 @@ def test_mixed_batches_are_split(builder):
     # Only the prompt that ends here is near enough its end to be observed.
     (observed,) = metadata.observed
     assert observed.tokens == slice(0, 1) and len(observed.dense_blocks) == 3
-    assert len(observed.resident_blocks) == 3
+    assert len(observed.resident_pages) == 3
+
+
+def test_what_stays_dense_stays_in_the_graph():
+    builder, _ = make_builder()
+    rows = {**DECODES, "whole": RowPlan(40, 1, 30, 64, 64)}
+    metadata, _ = build(builder, rows)
+    assert metadata.stock is None and len(metadata.resident.positions) == 3
 
 
 def test_prompts_alone_run_stock(builder):

@@ -62,7 +62,7 @@ def make_cache(dtype, num_kv_heads, head_size, block_size):
 
 
 def pages_of(cache, params):
-    pages = Pages.view(cache, merges=params.merge)
+    pages = Pages.view(cache, merges=params.merge, reads_part=params.read < 1.0)
     if params.merge:
         pages.thresholds.fill_(NO_THRESHOLD)
     return pages

@@ -108,16 +108,16 @@ def test_mixed_batch():
     batch = ["chunk", "old", "ends", "fills", "whole", "fits", "read"]
     metadata, common, spec = build(tuple(ROWS), batch)
     resident, table = metadata.resident, common.block_table_tensor
-    assert resident.positions.tolist() == [150, BUDGET, 40]
-    assert resident.first_queries.tolist() == [100 - WINDOW, 0, BUDGET]
+    assert resident.positions.tolist() == [150, BUDGET]
+    assert resident.first_queries.tolist() == [100 - WINDOW, 0]
     first, used = spec.dense_columns, BUDGET // BLOCK_SIZE
-    expected = [*table[[1, 3], first : first + used], table[4, :used]]
-    assert torch.equal(resident.block_table, torch.stack(expected))
-    assert metadata.resident_tokens.tolist() == [30, 47, 48]
-    # All queries of "ends" score, of "read" less than half.
-    assert metadata.stock_tokens.tolist() == [*range(30), *range(49, 111)]
-    assert metadata.stock.seq_lens.tolist() == [30, 12, 70]
-    untouched = [*range(30), -1, *range(31, 47), -1, -1, *range(49, 111)]
+    assert torch.equal(resident.block_table, table[[1, 3], first : first + used])
+    assert metadata.resident_tokens.tolist() == [30, 47]
+    # What stays dense decodes as in stock. All queries of "ends" score, of "read" less
+    # than half.
+    assert metadata.stock_tokens.tolist() == [*range(30), *range(48, 111)]
+    assert metadata.stock.seq_lens.tolist() == [30, 41, 12, 70]
+    untouched = [*range(30), -1, *range(31, 47), -1, *range(48, 111)]
     assert common.slot_mapping.tolist() == untouched
     # The chunk ends before its prompt's observation window, and nobody scores where
     # nothing will be evicted.
@@ -126,7 +126,14 @@ def test_mixed_batch():
     assert observed.attends and not read.attends
     assert observed.plan.first_query == 96 - WINDOW
     assert torch.equal(observed.dense_blocks, table[2, : 96 // BLOCK_SIZE])
-    assert torch.equal(observed.resident_blocks, table[2, first : first + used])
+    assert torch.equal(observed.resident_pages, table[2, first : first + used])
+
+
+def test_what_stays_dense_is_stocks():
+    metadata, common, _ = build(("whole",), ["whole"])
+    assert metadata.resident is None and metadata.stock_tokens is None
+    assert metadata.stock.seq_lens.tolist() == [41]
+    assert common.slot_mapping.tolist() == [0]
 
 
 def test_scores_of_earlier_steps_are_there_for_every_group():

@@ -164,7 +164,7 @@ def layers(request, engine, launched):
     builder, config = engine
     layers, group = make_layers(config, request.param)
     builder.bind(builder.step, group)
-    forward(layers, H2OMetadata(builder.layout), 1)
+    forward(layers, H2OMetadata(builder.spec), 1)
     assert not launched
     return layers
 
@@ -215,8 +215,8 @@ def test_transition(engine, layers, launched, gate):
     with no_waiting():
         for layer, own in zip(layers, params, strict=True):
             observe_prompt(
-                query, layer.impl._pages, prompt, layer.layer_name, config, own,
-                torch.empty_like(query),
+                query, layer.impl._dense, layer.impl._pages, prompt, layer.layer_name,
+                config, own, torch.empty_like(query),
             )  # fmt: skip
     scoring = ["gate_kernel"] if gate else ["lse_kernel", "observe_kernel"]
     prompt.transitions.run()  # on a device all has been done at once

@@ -15,6 +15,7 @@ from tests.attention.test_decode import (
     threads,
 )
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, cpu, reference
+from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
 
@@ -26,8 +27,11 @@ TABLE = torch.tensor([7, 3, 11], dtype=torch.int32)
 PROMPT = torch.tensor([1, 20, 5, 14, 2, 9, 22, 17, 4, 12], dtype=torch.int32)
 
 
-def make_layers(dtype, blocks, num_tokens, params, by_head):
-    """Layers full of tokens, but for NaN in what no prompt and no request has."""
+def make_layers(dtype, blocks, num_tokens, params, by_head, dense_size=None):
+    """Layers full of tokens, but for NaN in what no prompt and no request has.
+
+    Their prompts are in pages of `dense_size`, if that is given.
+    """
     generator = torch.Generator().manual_seed(num_tokens)
     held = [*TABLE.tolist(), *PROMPT.tolist()]
     pages = [pages_of(make_cache(dtype, 3, 64, 16), params) for _ in blocks]
@@ -42,7 +46,12 @@ def make_layers(dtype, blocks, num_tokens, params, by_head):
         constants = params
         if by_head:
             constants = replace(params, placements=placements_of(pages, i, blocks))
-        layers.append(ScoredLayer(mine, {"attention": scores}, constants))
+        dense = None
+        if dense_size:
+            dense = Pages.view(make_cache(dtype, 3, 64, dense_size))
+            for part in (dense.keys, dense.values):
+                part.copy_(torch.randn(part.shape, generator=generator))
+        layers.append(ScoredLayer(mine, {"attention": scores}, constants, dense))
     return layers
 
 
@@ -51,12 +60,20 @@ def placement_of(num_tokens, source, by_head):
     return BY_HEAD if by_head and (num_tokens > BUDGET or source is TABLE) else UNIFORM
 
 
-def check(num_tokens, source, config, dtype=torch.float32, by_head=True):
+def check(
+    num_tokens,
+    source,
+    config,
+    dtype=torch.float32,
+    by_head=True,
+    dense_size=None,
+    **how,
+):
     """Every byte of every layer is the same afterwards."""
-    params = params_of(mean=True, unit=config.eviction_unit, sinks=config.sinks)
+    params = params_of(mean=True, unit=config.eviction_unit, sinks=config.sinks, **how)
     results = []
     for kernel, number in KERNELS:
-        layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
+        layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head, dense_size)
         placement = placement_of(num_tokens, source, by_head)
         with threads(number):
             kernel.transition(layers, source, TABLE, placement, num_tokens // 2, config)
@@ -78,6 +95,15 @@ def test_a_prompt(dtype, num_tokens, by_head):
     """Shorter than a page, at the budget, beyond that of the richest head."""
     config = H2OConfig(sinks=4, pooling=3)
     check(num_tokens, PROMPT, config, dtype, by_head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dense_size", [16, 48, 64])
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_prompt_in_pages_of_another_size(dtype, dense_size, merge):
+    """Those that vLLM has laid out."""
+    config = H2OConfig(sinks=4, pooling=3)
+    check(150, PROMPT, config, dtype, dense_size=dense_size, merge=merge)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

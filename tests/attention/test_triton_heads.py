@@ -10,9 +10,14 @@ from tests.attention.triton_heads import (
     make_layers,
     params_of,
 )
-from tests.attention.triton_state import DEVICE, clone, content
+from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.ops import ScoredLayer, reference
-from vllm_h2o.attention.ops.triton import copy_kept, launch, order_rings
+from vllm_h2o.attention.ops.triton import (
+    copy_kept,
+    launch,
+    order_rings,
+    transition,
+)
 from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.policy.methods import Mean, Sum
 
@@ -97,7 +102,7 @@ def test_switch_to_head_budgets_in_place(layer):
         kept = check_selection(scores, BY_HEAD, 9, CONFIG, params)
         assert {*(kept.slots >= 0).sum(dim=1).tolist()} <= {16, 32, 48}
         state = {"attention": scores}
-        copy(own[layer], blocks, blocks, BY_HEAD, kept, state, params)
+        copy(ScoredLayer(own[layer], state, params), blocks, blocks, BY_HEAD, kept)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
@@ -117,10 +122,31 @@ def test_transition_into_borrowed_pages(dtype):
         state = {"attention": scores.to(device)}
         kept = check_selection(state["attention"], BY_HEAD, 60, CONFIG, params)
         assert (kept.slots >= 0).sum(dim=1).tolist() == [16, 77]
-        copy(
-            own[0], dense.to(device), resident.to(device), BY_HEAD, kept, state, params
-        )
+        layer = ScoredLayer(own[0], state, params)
+        copy(layer, dense.to(device), resident.to(device), BY_HEAD, kept)
         results.append([clone(pages, "cpu") for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
     assert not torch.equal(content(results[0][1]), content(layers[1]))
+
+
+@pytest.mark.parametrize("dense_size", [16, 48, 64])
+def test_tokens_come_from_pages_of_another_size(dense_size):
+    """Those that vLLM has laid out."""
+    layers, table = make_layers(torch.float16, 64, 16, 2)
+    generator = torch.Generator().manual_seed(3)
+    dense = empty_pages(9, 2, 64, dense_size, torch.float16)
+    for part in (dense.keys, dense.values):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    blocks, resident = torch.tensor([8, 1, 5, 3, 7]).int(), table[0]
+    scores = torch.rand(2, 75, generator=generator)
+    results = []
+    for op, device in ((reference.transition, "cpu"), (transition, DEVICE)):
+        own = [clone(pages, device) for pages in layers]
+        state = {"attention": scores.to(device)}
+        layer = ScoredLayer(own[0], state, params_of(own, 0, 16), clone(dense, device))
+        op([layer], blocks.to(device), resident.to(device), BY_HEAD, 60, CONFIG)
+        results.append([content(clone(pages, "cpu")) for pages in own])
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+    assert not torch.equal(results[1][0], content(layers[0]))

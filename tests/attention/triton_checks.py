@@ -167,5 +167,6 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     kept = check_selection(scores, UNIFORM, first_query, config, params)
     expected = clone(pages)
     for copy, into in ((reference.copy_kept, expected), (copy_kept, pages)):
-        copy(into, dense, resident, UNIFORM, kept, {"attention": scores}, params)
+        layer = ScoredLayer(into, {"attention": scores}, params)
+        copy(layer, dense, resident, UNIFORM, kept)
     assert torch.equal(content(pages), content(expected))

@@ -68,7 +68,7 @@ def clone(pages, device=None):
         tensor = torch.empty(0, dtype=view.dtype, device=device)
         own[name] = tensor.set_(raw, view.storage_offset(), view.shape, view.stride())
     keys, values, scores, births = own.values()
-    sizes = pages.page_stride, pages.state_offset
+    sizes = pages.page_stride, pages.page_bytes, pages.state_offset
     return Pages(keys, values, {"attention": scores}, births, *sizes)
 
 

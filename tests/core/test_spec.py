@@ -107,3 +107,28 @@ def test_built_in_specs_stay_registered_when_ours_comes_first():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "True True", done.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"read": "20%"}, {"merge": "value"}])
+def test_heads_have_pages_of_blocks(options):
+    """As many slots, room and requests as without; finer."""
+    config = H2OConfig(budget=200, **options)
+    plain = replace(PLAIN, block_size=128)
+    spec = H2OAttentionSpec.of(plain, config, 1000, most_page_slots=32)
+    whole = H2OAttentionSpec.of(plain, config, 1000)
+    assert (spec.page_slots, whole.page_slots) == (32, 128)
+    assert spec.layout == whole.layout and spec.layout.budget_blocks == 2
+    layout = spec.page_layout
+    assert (layout.block_size, layout.budget) == (32, spec.layout.budget)
+    assert whole.page_layout == whole.layout
+    cut = spec.cut
+    assert (cut.per_block, cut.unit) == (4, spec.page_size_bytes // 4)
+    if not options:
+        assert spec.page_size_bytes == whole.page_size_bytes
+    # vLLM may make all pages of a hybrid as large as the largest.
+    padded = replace(spec, page_size_padded=spec.page_size_bytes + 4096)
+    assert padded.cut.block_step * padded.cut.unit == padded.page_size_bytes
+    assert padded.cut.page_step * padded.cut.unit == cut.unit
+    blocks = H2OConfig(budget=200, eviction_unit="block", head_budgets="uniform")
+    spec = H2OAttentionSpec.of(plain, blocks, 1000, most_page_slots=32)
+    assert spec.page_slots == 128, "blocks compete as they are"

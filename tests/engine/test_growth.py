@@ -87,10 +87,10 @@ def test_a_request_that_grows_equals_its_dense_reference(by_head):
     """Beside one that does not; in chunks, and the second time with prefix hits."""
     profile = HeadProfile.load(SMOLLM2_HEADS)
     config = H2OConfig(recent_ratio=0.5, budget="70%", min_budget=64)
-    budgets = HeadBudgets(profile, config, LADDER)
+    budgets = HeadBudgets(profile, config, LADDER, BLOCK)
 
     def sizes_of(blocks, climbs=True):
-        split = budgets.blocks(blocks, climbs) if by_head else [[blocks] * 3] * 30
+        split = budgets.split(blocks, climbs) if by_head else [[blocks] * 3] * 30
         return [[own_sizes(n, BLOCK) for n in layer] for layer in split]
 
     prompts, variant = prompts_of(*LENGTHS), Variant(64, 15, "mean", "token", sinks=0)

@@ -89,13 +89,14 @@ def test_a_method_with_state_of_its_own_equals_its_dense_reference(llama, monkey
 
 @pytest.mark.parametrize("kernels", ["", "reference"])
 def test_reading_some_pages_equals_its_dense_reference(llama, monkeypatch, kernels):
-    """Of eight pages the ring's two and the three best of the six others."""
+    """Of eight pages the ring's two and the three best of the six others; by the
+    kernels, of four the ring's and the two best of the others."""
     options = options_of("mean") | {
         "h2o_budget": 256,
         "h2o_recent_ratio": 0.25,
         "h2o_read": "50%",
     }
-    sizes = Sizes(192, 64, 32)
+    sizes = Sizes(192, 64, 32 if kernels else 64)
     lengths = (400, 250)
     rules = {"kernels": kernels, "read": 0.5}
     check(llama, options, "mean", Head, monkeypatch, sizes, lengths, **rules)
@@ -104,8 +105,11 @@ def test_reading_some_pages_equals_its_dense_reference(llama, monkeypatch, kerne
 @pytest.mark.parametrize("kernels", ["", "reference"])
 def test_merging_equals_its_dense_reference(llama, monkeypatch, kernels):
     """At the transition and at every graduation."""
-    options = options_of("mean") | {"h2o_merge": "value"}
-    check(llama, options, "mean", Head, monkeypatch, kernels=kernels, merge=True)
+    options, sizes, lengths = options_of("mean"), SIZES, (300, 122)
+    if not kernels:
+        options["h2o_budget"], sizes, lengths = 256, Sizes(128, 128, 64), (400, 250)
+    options["h2o_merge"], rules = "value", {"kernels": kernels, "merge": True}
+    check(llama, options, "mean", Head, monkeypatch, sizes, lengths, **rules)
 
 
 def test_all_with_budgets_by_head_equal_their_dense_reference(monkeypatch):
@@ -154,6 +158,8 @@ def check(
         for prompt in prompts
     ]
     options |= {"max_num_batched_tokens": 256, "enable_prefix_caching": True}
+    # Of those of 128 KV heads have pages of 64 slots.
+    options |= {"block_size": 32 if kernels or sizes is SIZES else 128}
     with engine(folder, skip_tokenizer_init=bool(folder), **options) as llm:
         assert_equal_densely(llm, prompts, expected)
         assert_equal_densely(llm, prompts, expected)
@@ -170,7 +176,7 @@ def test_a_method_without_a_kernel_is_refused(peak):
 def outcomes(prompts, options):
     """Tokens and survivors."""
     with engine(**options) as llm:
-        return [outcome(llm, prompt, 40) for prompt in prompts]
+        return [outcome(llm, prompt, 48) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -181,16 +187,16 @@ def outcomes(prompts, options):
             "kv_policy": "cake",
             "h2o_merge": "value",
             "h2o_budget": "70%",
-            "h2o_min_budget": 64,
+            "block_size": 128,
         },
     ],
     ids=str,
 )
 def test_the_reference_equals_the_kernels(monkeypatch, options):
-    """Of a prompt beyond the budget, and of one that fills it while it generates; with
-    the budgets by head of SmolLM2's profile, and with those of each prompt, where the
-    latter's grow."""
-    prompts = prompts_of(300, 122 if options["kv_policy"] == "h2o" else 62)
+    """Of prompts beyond the budget, and of one that fills it while it generates; with
+    the budgets by head of SmolLM2's profile, and with those of each prompt, where that
+    of 350 tokens grows from 256 slots to 384 after its 384th."""
+    prompts = prompts_of(350, 122 if options["kv_policy"] == "h2o" else 230)
     expected = outcomes(prompts, options)
     monkeypatch.setenv("VLLM_H2O_KERNELS", "reference")
     monkeypatch.setattr("vllm_h2o.attention.ops.cpu._library", must_not_be_called)

@@ -129,13 +129,16 @@ def test_h2o_paper_equals_reference():
 def test_budgets_by_head_equal_reference(block):
     """Also of a request that fills the common budget while it generates.
 
-    vLLM's default on CPU are blocks of 128.
+    vLLM's default on CPU are blocks of 128, which heads have in pages of 64 slots.
     """
-    profile = HeadProfile.load(SMOLLM2_HEADS).stretched(2048, BUDGET)
-    blocks = allocate(profile, block, BUDGET // block, 2048 // block, 1)
-    sizes = [[own_sizes(n, block) for n in layer] for layer in blocks]
+    profile, page = (
+        HeadProfile.load(SMOLLM2_HEADS).stretched(2048, BUDGET),
+        min(block, 64),
+    )
+    pages = allocate(profile, page, BUDGET // page, 2048 // page, 1)
+    sizes = [[own_sizes(n, page) for n in layer] for layer in pages]
     assert len({head.budget for layer in sizes for head in layer}) > 4
-    common = Sizes(heavy=BUDGET // 2, recent=BUDGET // 2, block=block)
+    common = Sizes(heavy=BUDGET // 2, recent=BUDGET // 2, block=page)
     variant = Variant(64, 15, "mean", "token", sinks=0)
     prompts = prompts_of(230, 300, 700)
     model = DenseLlama(ensure_model())

@@ -46,8 +46,8 @@ class WorkerProbe:
         alike = True
         for builder in self._builders():
             spec = dataclasses.replace(builder.spec, h2o=config)
-            assert spec.layout.budget == builder.layout.budget
-            builder.spec, builder.layout = spec, spec.layout
+            assert spec.page_layout.budget == builder.layout.budget
+            builder.spec, builder.layout = spec, spec.page_layout
             alike = alike and not builder.by_head
         for layer in self._layers().values():
             if alike:  # requests' own budgets are of the policy that was

@@ -293,11 +293,11 @@ def test_a_layer_has_no_more_slots_for_a_token_of_any_budget(config, num_kv_head
     spec = replace(spec_of(config), num_kv_heads=num_kv_heads, max_model_len=8192)
     spec = resolved.spec(spec)
     ladder = resolved.limits(spec).ladder
-    budgets = HeadBudgets(profile, policy, ladder)
+    budgets = HeadBudgets(profile, policy, ladder, spec.page_slots)
     own = [
         sum(sorted(layer)[-num_kv_heads:]) / blocks
         for blocks in ladder.budgets
-        for layer in budgets.blocks(blocks)
+        for layer in budgets.split(blocks)
     ]
     assert len(ladder.budgets) > 10 and spec.most_slots_per_token == max(own)
 

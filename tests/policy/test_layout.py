@@ -79,7 +79,7 @@ def test_a_single_block_is_shared(config, expected):
 
 @pytest.mark.parametrize(
     "sinks, recent_ratio, fewest",
-    [(16, 0.5, 1), (17, 0.5, 2), (32, 0.5, 2), (33, 0.5, 4), (65, 0.1, 4)],
+    [(16, 0.5, 1), (17, 0.5, 2), (32, 0.5, 2), (33, 0.5, 3), (65, 0.1, 4)],
 )
 def test_the_poorest_head_holds_the_sinks(sinks, recent_ratio, fewest):
     config = H2OConfig(sinks=sinks, recent_ratio=recent_ratio)

@@ -282,3 +282,20 @@ def test_a_budget_holds_the_sinks(policy, fewest):
     with pytest.raises(ValueError, match=f"{fewest} blocks of 32, use {least + 1} or"):
         RequestOptions.parse({"h2o_budget": least}, limits, MOST)
     assert RequestOptions.parse({"h2o_budget": least + 1}, limits, MOST).budget
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 33, 64, 128, 200])
+@pytest.mark.parametrize("ratio", [0.35, 0.9])
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_what_a_request_may_ask_for_holds_the_sinks_in_pages_too(
+    sinks, ratio, block_size
+):
+    """Limits count blocks, and heads have pages of them."""
+    config = H2OConfig(sinks=sinks, recent_ratio=ratio, budget=1024)
+    layout = SlotLayout.from_config(config, block_size, 2048)
+    limits = RequestLimits.of(config, layout, "cpu", 2048)
+    for blocks in range(limits.fewest_blocks, 8):
+        pages = blocks * block_size // 32
+        assert SlotLayout.of_blocks(config, 32, pages).heavy_slots >= sinks
+        # A head may get no less than what the average head has.
+        assert SlotLayout.fewest_blocks(config, 32) <= pages

@@ -25,6 +25,7 @@ from vllm_h2o.attention.transition import observe_prompt
 from vllm_h2o.core.settings import h2o_config, longest_request
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import share_of
 
@@ -62,6 +63,10 @@ class DenseMetadata:
 class H2OBackend(_StockBackend):
     """Turns the specs of full-attention layers into H2O's."""
 
+    # Pages of resident blocks, see `policy.geometry`: 0 where kernels of ours decode
+    # dense blocks too.
+    most_page_slots = 0
+
     @classmethod
     def check_supported(cls, spec: FullAttentionSpec, vllm_config: VllmConfig) -> None:
         """Raise ValueError for what the platform's kernels do not have."""
@@ -77,7 +82,8 @@ class H2OBackend(_StockBackend):
         config = h2o_config(vllm_config)
         assert config is not None, "only H2O's worker registers this"
         cls.check_supported(spec, vllm_config)
-        return H2OAttentionSpec.of(spec, config, longest_request(vllm_config))
+        longest = longest_request(vllm_config)
+        return H2OAttentionSpec.of(spec, config, longest, cls.most_page_slots)
 
 
 class H2OImpl(_StockImpl):
@@ -116,7 +122,7 @@ class H2OImpl(_StockImpl):
 
     @property
     def pages(self) -> Pages:
-        """Those of the cache that the layer has last run on."""
+        """Of the cache that the layer has last run on, those of resident blocks."""
         return self._pages
 
     @property
@@ -127,6 +133,22 @@ class H2OImpl(_StockImpl):
     def view(self, kv_cache: torch.Tensor) -> Pages:
         """View the cache as the platform's stock kernels lay it out."""
         raise NotImplementedError
+
+    def view_cut(self, kv_cache: torch.Tensor, page_slots: int, cut: BlockCut) -> Pages:
+        """View the pages of resident blocks, see `policy.geometry`.
+
+        Args:
+            kv_cache: The layer's cache.
+            page_slots: Slots of a page.
+            cut: Where pages are.
+        """
+        raise NotImplementedError
+
+    def view_resident(self, kv_cache: torch.Tensor, spec: H2OAttentionSpec) -> Pages:
+        """The same by the spec: pages are blocks, or cut from them."""
+        if spec.cut.per_block == 1:
+            return self.view(kv_cache)
+        return self.view_cut(kv_cache, spec.page_slots, spec.cut)
 
     def forward(
         self,
@@ -153,21 +175,21 @@ class H2OImpl(_StockImpl):
                 layer, query, key, value, kv_cache, metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
-        self._bind(kv_cache, metadata.layout)
+        self._bind(kv_cache, metadata.spec)
         if metadata.stock is not None:
             self._forward_prompts(layer, query, key, value, kv_cache, metadata, output)
         for prompt in metadata.observed:
             tokens = prompt.tokens
             observe_prompt(
-                query[tokens], self._pages, prompt, layer.layer_name, self.h2o,
-                self._params, output[tokens],
+                query[tokens], self._dense, self._pages, prompt, layer.layer_name,
+                self.h2o, self._params, output[tokens],
             )  # fmt: skip
         if metadata.resident is not None:
             self._forward_residents(query, key, value, metadata, output)
         return output
 
     def scored_layer(
-        self, kv_cache: torch.Tensor, layout: SlotLayout, blocks: torch.Tensor
+        self, kv_cache: torch.Tensor, spec: H2OAttentionSpec, pages: torch.Tensor
     ) -> ScoredLayer:
         """The layer with the state of a request that has just filled the budget.
 
@@ -175,11 +197,11 @@ class H2OImpl(_StockImpl):
 
         Args:
             kv_cache: The layer's cache.
-            layout: The slots of a head on average.
-            blocks: `[budget_blocks]` int32 resident blocks of the request.
+            spec: The layer's.
+            pages: `[pages of the budget]` int32 of the request's resident blocks.
         """
-        self._bind(kv_cache, layout)
-        held = blocks.long()
+        self._bind(kv_cache, spec)
+        held = pages.long()
         state = {
             name: mine[held].transpose(0, 1).flatten(1)
             for name, mine in self._pages.state.items()
@@ -189,27 +211,29 @@ class H2OImpl(_StockImpl):
     def warm_up(
         self,
         kv_cache: torch.Tensor,
-        layout: SlotLayout,
+        spec: H2OAttentionSpec,
         padding: Iterable[ResidentRows],
     ) -> None:
         """Call all kernels: a prompt of zeros in vLLM's null block, rows of padding.
 
         Args:
             kv_cache: The layer's cache.
-            layout: The slots of a head on average.
+            spec: The layer's.
             padding: Batches to decode.
         """
-        self._bind(kv_cache, layout)
-        pages, params, position = self._pages, self._params, layout.budget
+        self._bind(kv_cache, spec)
+        pages, params, layout = self._pages, self._params, spec.page_layout
+        position = layout.budget
         zeros = functools.partial(torch.zeros, device=kv_cache.device)
-        num_kv_heads, dtype = pages.keys.shape[1], kv_cache.dtype
+        dense, num_kv_heads = self._dense, pages.keys.shape[1]
+        dtype = kv_cache.dtype
         query = zeros(1, self.num_heads, self.head_size, dtype=dtype)
         state = {name: zeros(num_kv_heads, position + 1) for name in pages.state}
         prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
-        layer, kernels = ScoredLayer(pages, state, params), params.kernels
+        layer, kernels = ScoredLayer(pages, state, params, dense), params.kernels
         assert kernels is not None
         if params.gate is None:
-            kernels.observe(query, pages, prompt, position, state, params)
+            kernels.observe(query, dense, prompt, position, state, params)
         else:
             kernels.score_by_gate([layer], prompt, position)
         placements, placement = params.placements, UNIFORM
@@ -229,16 +253,20 @@ class H2OImpl(_StockImpl):
         if hasattr(self, "_bound"):
             self._bound, self.placements = (), None
             self.__dict__.pop("_pages", None)
+            self.__dict__.pop("_dense", None)
             self.__dict__.pop("_params", None)
 
-    def _bind(self, kv_cache: torch.Tensor, layout: SlotLayout) -> None:
+    def _bind(self, kv_cache: torch.Tensor, spec: H2OAttentionSpec) -> None:
         """View the pages once: vLLM binds the cache after the impl is made."""
-        bound = (kv_cache.data_ptr(), kv_cache.shape, self.placements, self.h2o, layout)
+        bound = (kv_cache.data_ptr(), kv_cache.shape, self.placements, self.h2o, spec)
         if bound == self._bound:
             return
-        self._pages = self.view(kv_cache)
+        self._dense, self._pages = (
+            self.view(kv_cache),
+            self.view_resident(kv_cache, spec),
+        )
         self._params = DecodeParams(
-            layout=layout,
+            layout=spec.page_layout,
             scale=self.scale,
             softcap=float(self.logits_soft_cap or 0.0),
             method=self.h2o.method,

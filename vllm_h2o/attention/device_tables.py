@@ -67,7 +67,7 @@ def device_tables(own: LayerPlacements) -> DeviceTables:
         both = [index, table.filled_index(index)]
         sizes[index, :, 5] = own.sizes[both, :, 0].max()
         for head in range(num_kv_heads):
-            used = int(slots[index, head]) // table.block_size
+            used = int(slots[index, head]) // table.page_slots
             at = index, head, slice(used)
             sizes[index, head, 4] = lists.start(own.columns[at], own.offsets[at])
     device, item = pages.keys.device, pages.keys.element_size()

@@ -30,6 +30,7 @@ class HeadBudgets:
         profile: HeadProfile,
         config: H2OConfig,
         ladder: Ladder,
+        page_slots: int,
         kv_heads: slice = slice(None),
     ) -> None:
         """Split the ladder's budgets.
@@ -38,20 +39,25 @@ class HeadBudgets:
             profile: The model's profile.
             config: The policy.
             ladder: The budgets of requests that ask for none.
+            page_slots: Slots of a page, in which heads have theirs.
             kv_heads: This rank's of the model's KV heads.
         """
         self._profile, self._config, self._ladder = profile, config, ladder
-        self._kv_heads = kv_heads
-        order = self._order(ladder.budgets, ladder.lengths)
+        self._page_slots, self._kv_heads = page_slots, kv_heads
+        budgets = [self._pages_of(blocks) for blocks in ladder.budgets]
+        order = self._order(budgets, ladder.lengths)
         # Of any of the model's heads, or ranks would split differently.
-        self._richest = int(order.blocks(ladder.budgets[-1]).max())
+        self._richest = int(order.blocks(budgets[-1]).max())
         own = order.of_heads(kv_heads)
-        self._blocks = [own.blocks(blocks).tolist() for blocks in ladder.budgets]
+        self._splits = [own.blocks(pages).tolist() for pages in budgets]
+
+    def _pages_of(self, budget_blocks: int) -> int:
+        return budget_blocks * self._ladder.block_size // self._page_slots
 
     def _order(
         self, budgets: Sequence[int], lengths: Sequence[int], most: int | None = None
     ) -> SpendingOrder:
-        size = self._ladder.block_size
+        size = self._page_slots
         fewest = SlotLayout.fewest_blocks(self._config, size)
         profile = self._profile
         curves = json.dumps(
@@ -61,41 +67,46 @@ class HeadBudgets:
 
     @functools.cached_property
     def _pages(self) -> list[list[list[PageOf]]]:
-        return lend_by_budget(self._blocks, self._ladder.budgets)
+        budgets = [self._pages_of(blocks) for blocks in self._ladder.budgets]
+        return lend_by_budget(self._splits, budgets)
 
-    def blocks(self, budget_blocks: int, climbs: bool = True) -> list[list[int]]:
-        """`[num_layers][num_kv_heads]` blocks of a budget.
+    def split(self, budget_blocks: int, climbs: bool = True) -> list[list[int]]:
+        """`[num_layers][num_kv_heads]` pages of a budget.
 
         Args:
-            budget_blocks: Of a head on average.
+            budget_blocks: Blocks of a head on average.
             climbs: Whether it is on the ladder.
         """
         ladder = self._ladder
         if climbs:
-            return self._blocks[ladder.budgets.index(budget_blocks)]
+            return self._splits[ladder.budgets.index(budget_blocks)]
         longest = ladder.lengths[-1]
         if ladder.share is not None:
             served = int(budget_blocks * ladder.block_size / ladder.share)
             longest = min(served, longest)
-        order = self._order([budget_blocks], [longest], self._richest)
-        blocks = order.of_heads(self._kv_heads).blocks(budget_blocks)
-        return blocks.tolist()
+        budget = self._pages_of(budget_blocks)
+        order = self._order([budget], [longest], self._richest)
+        return order.of_heads(self._kv_heads).blocks(budget).tolist()
 
     def placement(self, budget_blocks: int, climbs: bool = True) -> Placement:
-        """Where these are; arguments as of `blocks`."""
-        config, size = self._config, self._ladder.block_size
+        """Where these are; arguments as of `split`."""
+        config, size = self._config, self._page_slots
         if not climbs:
-            wanted = self.blocks(budget_blocks, climbs)
-            return Placement.of_blocks(wanted, budget_blocks, config, size)
+            wanted, budget = (
+                self.split(budget_blocks, climbs),
+                self._pages_of(budget_blocks),
+            )
+            return Placement.of_blocks(wanted, budget, config, size)
         placement = None
         for blocks in self._ladder.up_to(budget_blocks)[-2:]:
-            wanted = self.blocks(blocks)
+            wanted = self.split(blocks)
             pages = [
                 [mine[:count] for mine, count in zip(heads, counts, strict=True)]
                 for heads, counts in zip(self._pages, wanted, strict=True)
             ]
             layouts = layouts_of(wanted, config, size)
-            placement = Placement(blocks * size, layouts, pages, placement)
+            slots = self._pages_of(blocks) * size
+            placement = Placement(slots, layouts, pages, placement)
         assert placement is not None
         return placement
 
@@ -106,8 +117,8 @@ class HeadBudgets:
             num_kv_heads: Of a layer, on a rank. Which of the model's these are does not
                 matter: the result is the same on all ranks.
         """
-        size, blocks = self._ladder.block_size, self._blocks[-1]
-        return size * max(map(max, blocks)), size * _richest_layer(blocks, num_kv_heads)
+        size, split = self._page_slots, self._splits[-1]
+        return size * max(map(max, split)), size * _richest_layer(split, num_kv_heads)
 
     def slots_per_token(self, num_kv_heads: int) -> float:
         """Slots that the heads of one layer have for a token of a request's budget.
@@ -118,14 +129,14 @@ class HeadBudgets:
             num_kv_heads: See `richest_slots`.
         """
         return max(
-            _richest_layer(blocks, num_kv_heads) / budget
-            for blocks, budget in zip(self._blocks, self._ladder.budgets, strict=True)
+            _richest_layer(split, num_kv_heads) / self._pages_of(budget)
+            for split, budget in zip(self._splits, self._ladder.budgets, strict=True)
         )
 
 
-def _richest_layer(blocks: Sequence[Sequence[int]], num_kv_heads: int) -> int:
-    """Blocks that so many heads of one layer have together at most."""
-    return max(sum(sorted(layer)[-num_kv_heads:]) for layer in blocks)
+def _richest_layer(split: Sequence[Sequence[int]], num_kv_heads: int) -> int:
+    """Pages that so many heads of one layer have together at most."""
+    return max(sum(sorted(layer)[-num_kv_heads:]) for layer in split)
 
 
 @functools.lru_cache(maxsize=8)

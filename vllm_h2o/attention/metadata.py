@@ -14,7 +14,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_h2o.attention.ops import ResidentRows
+from vllm_h2o.attention.ops import ResidentRows, ScoredLayer
 from vllm_h2o.attention.placements import ALIKE, Budget, GroupPlacements
 from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.rows import RowTensors, select_rows
@@ -22,7 +22,6 @@ from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.transition import ObservedPrompt
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
-from vllm_h2o.policy.layout import SlotLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,9 +36,9 @@ class H2OMetadata:
     """A batch split by row.
 
     Attributes:
-        layout: The slots of a resident request.
-        stock: Metadata of the prefilling rows that the stock backend attends to, or
-            None.
+        spec: Of the layers.
+        stock: Metadata of the rows that the stock backend attends to, prefilling ones
+            and such as stay dense, or None.
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
         observed: Prefilling rows with observation queries or their transition.
         resident: The resident rows, or None.
@@ -47,7 +46,7 @@ class H2OMetadata:
             token per row.
     """
 
-    layout: SlotLayout
+    spec: H2OAttentionSpec
     stock: Any = None
     stock_tokens: torch.Tensor | None = None
     observed: list[ObservedPrompt] = field(default_factory=list)
@@ -72,6 +71,9 @@ class H2OMetadataBuilder(_Stock):
     # Whether our kernel attends in prompts' steps in which most queries score: then
     # stock's need not compute their logits too.
     attends_observed = False
+    # Whether our kernel decodes rows that stay dense too: stock's would take a step out
+    # of the full graph.
+    decodes_dense_rows = True
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -80,10 +82,12 @@ class H2OMetadataBuilder(_Stock):
         if not self.compresses:
             return
         self.spec: H2OAttentionSpec = kv_cache_spec
-        self.layout = kv_cache_spec.layout
+        self.layout = kv_cache_spec.page_layout
         self.layers: Sequence[Any] = ()
         self.by_head: Sequence[Any] = ()
         self.placements = RowPlacements()
+        # What decodes dense blocks reads pages as vLLM has them.
+        assert self.spec.cut.per_block == 1 or not self.decodes_dense_rows
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
         scratch = self._decode_scratch(vllm_config, max_rows)
@@ -129,20 +133,22 @@ class H2OMetadataBuilder(_Stock):
                 return self._build_dummy(common_prefix_len, common, fast_build)
             return super().build(common_prefix_len, common, fast_build)
         assert self.step is not None
-        metadata = H2OMetadata(self.layout)
+        metadata = H2OMetadata(self.spec)
         decodes = rows.decodes
+        ours = decodes if self.decodes_dense_rows else decodes & ~rows.stay_dense
+        stock = ~ours
         if not decodes.all():
             prompts = np.flatnonzero(~decodes).tolist()
             metadata.observed = self._observed(common, rows, prompts)
-            stock = [i for i in prompts if not self._attends(common, rows.row(i))]
-            if stock:
-                index = torch.tensor(stock)
-                dense, metadata.stock_tokens = select_rows(common, index)
-                metadata.stock = super().build(common_prefix_len, dense, fast_build)
-        if decodes.any():
+            stock[[i for i in prompts if self._attends(common, rows.row(i))]] = False
+        if stock.any():
+            chosen = torch.from_numpy(np.flatnonzero(stock))
+            dense, metadata.stock_tokens = select_rows(common, chosen)
+            metadata.stock = super().build(common_prefix_len, dense, fast_build)
+        if ours.any():
             self._let_grow(common, rows)
             self._switch_to_head_budgets(common, rows)
-            self._add_resident(metadata, common, rows, np.flatnonzero(decodes).tolist())
+            self._add_resident(metadata, common, rows, np.flatnonzero(ours).tolist())
         for watcher in self.step.watchers:
             watcher(self, common.block_table_tensor, rows)
         return metadata
@@ -175,7 +181,7 @@ class H2OMetadataBuilder(_Stock):
         """
         if common.max_query_len > 1:
             return super().build(common_prefix_len, common, fast_build)
-        return H2OMetadata(self.layout, resident=self._tensors.padding(common.num_reqs))
+        return H2OMetadata(self.spec, resident=self._tensors.padding(common.num_reqs))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -207,16 +213,28 @@ class H2OMetadataBuilder(_Stock):
             async_tensor_h2d(placements, out=rows.placements[: len(placements)])
             assert rows.grown_at is not None
             async_tensor_h2d(plan.grown_at, out=rows.grown_at[: len(placements)])
-        table, first = common.block_table_tensor[:num_rows], self.spec.dense_columns
-        resident = table[:, first : first + self.layout.budget_blocks]
-        if (plan.num_computed_tokens < first_queries).any():
-            # Stays dense, so that no query has scored: its blocks are dense ones.
+        table = common.block_table_tensor[:num_rows]
+        resident = self.resident_pages(table, self.layout.budget)
+        if plan.stay_dense.any():
+            assert self.decodes_dense_rows
             stay = (rows.positions < rows.first_queries)[:, None]
-            dense = table[:, : self.layout.budget_blocks]
+            dense = table[:, : resident.shape[1]]
             torch.where(stay, dense, resident, out=rows.block_table)
         else:
             rows.block_table.copy_(resident)
         return rows
+
+    def resident_pages(self, table: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """The pages of so many slots in the blocks of rows.
+
+        Args:
+            table: `[.., columns]` int32, of the block table.
+            num_slots: Of a head on average.
+        """
+        first = self.spec.dense_columns
+        blocks = table[..., first : first + cdiv(num_slots, self.spec.block_size)]
+        pages = self.spec.cut.pages(blocks)
+        return pages[..., : cdiv(num_slots, self.spec.page_slots)]
 
     def padding(self) -> Iterator[ResidentRows]:
         """Batches of 1, 2, 4 .. rows that touch no page."""
@@ -230,20 +248,15 @@ class H2OMetadataBuilder(_Stock):
 
         In pages that are theirs already, so that no other row's are touched.
         """
-        first = self.spec.dense_columns
         grows = (rows.grown_at > 0) & (rows.num_computed_tokens == rows.grown_at)
         for i in np.flatnonzero(grows).tolist():
             row, request_id = rows.row(i), rows.request_ids[i]
-            used = row.grown_from // self.spec.block_size
-            blocks = common.block_table_tensor[i, first : first + used]
-            layers = [
-                layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
-                for layer in self.layers
-            ]
+            pages = self.resident_pages(common.block_table_tensor[i], row.grown_from)
+            layers = self._scored(self.layers, pages)
             before = self.placements.index(request_id, Budget(row.grown_from), True)
             kernels = layers[0].params.kernels
             assert kernels is not None
-            kernels.order_rings(layers, blocks, before, row.grown_at, row.grown_before)
+            kernels.order_rings(layers, pages, before, row.grown_at, row.grown_before)
             self.placements.grow(request_id, row.budget)
 
     def _switch_to_head_budgets(
@@ -257,23 +270,25 @@ class H2OMetadataBuilder(_Stock):
         """
         if not self.by_head:
             return
-        first = self.spec.dense_columns
         filled = rows.decodes & (rows.num_computed_tokens == rows.budgets)
         filled &= rows.grown_at == 0
         for i in np.flatnonzero(filled).tolist():
             row = rows.row(i)
-            used = row.budget // self.spec.block_size
-            blocks = common.block_table_tensor[i, first : first + used]
-            layers = [
-                layer.impl.scored_layer(layer.kv_cache, self.layout, blocks)
-                for layer in self.by_head
-            ]
+            pages = self.resident_pages(common.block_table_tensor[i], row.budget)
+            layers = self._scored(self.by_head, pages)
             placement = self.placements.index(rows.request_ids[i], Budget.of(row), True)
             kernels = layers[0].params.kernels
             assert kernels is not None
             kernels.transition(
-                layers, blocks, blocks, placement, row.first_query, self.spec.h2o
+                layers, pages, pages, placement, row.first_query, self.spec.h2o
             )
+
+    def _scored(self, layers: Sequence[Any], pages: torch.Tensor) -> list[ScoredLayer]:
+        """Layers with the state of a request whose resident pages these are."""
+        return [
+            layer.impl.scored_layer(layer.kv_cache, self.spec, pages)
+            for layer in layers
+        ]
 
     def _attends(self, common: CommonAttentionMetadata, row: RowPlan) -> bool:
         """Whether our kernel, which is causal, attends in this step of a prompt."""
@@ -286,7 +301,7 @@ class H2OMetadataBuilder(_Stock):
         assert self.step is not None
         observed = []
         starts = common.query_start_loc_cpu.tolist()
-        size, first_column = self.spec.block_size, self.spec.dense_columns
+        size = self.spec.block_size
         for i in prompts:
             row = rows.row(i)
             end = row.num_computed_tokens + row.num_scheduled_tokens
@@ -296,8 +311,7 @@ class H2OMetadataBuilder(_Stock):
             table = common.block_table_tensor[i]
             resident = None
             if row.is_transition:
-                used = cdiv(min(end, row.budget), size)
-                resident = table[first_column : first_column + used]
+                resident = self.resident_pages(table, min(end, row.budget))
             observed.append(
                 ObservedPrompt(
                     request_id=rows.request_ids[i],
@@ -305,7 +319,7 @@ class H2OMetadataBuilder(_Stock):
                     tokens=slice(starts[i], starts[i + 1]),
                     plan=row,
                     dense_blocks=table[: cdiv(end, size)],
-                    resident_blocks=resident,
+                    resident_pages=resident,
                     place=functools.partial(
                         self.placements.of_transition, rows.request_ids[i], row
                     ),

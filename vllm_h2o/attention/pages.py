@@ -1,10 +1,10 @@
 """Views into the pages of one layer's KV cache.
 
-A page is one block of one layer: vLLM's keys and values of all KV heads, then what H2O
-keeps beside them, per KV head and slot: the attention that the slot has got, a float32,
-the position that it was born at, an int32, and what else the method keeps; then what
-H2O keeps of the page as a whole (see `floats_of_page`). Only resident blocks use the
-latter.
+A page is one block of one layer, or a part of a resident one (`policy.geometry`): keys
+and values of all KV heads as vLLM has them in a block, then what H2O keeps beside them,
+per KV head and slot: the attention that the slot has got, a float32, the position that
+it was born at, an int32, and what else the method keeps; then what H2O keeps of the
+page as a whole (see `floats_of_page`). Only resident blocks use the latter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.methods import State
 
@@ -26,15 +27,17 @@ class Pages:
     """All pages of a layer; compared by identity, as `DecodeParams` are.
 
     Attributes:
-        keys: `[num_blocks, num_kv_heads, head_size, block_size]`; on CPU, the
+        keys: `[num_pages, num_kv_heads, head_size, block_size]`; on CPU, the
             layout of ISA `vec`, this is also their order in memory.
-        values: `[num_blocks, num_kv_heads, block_size, head_size]`.
-        state: `[num_blocks, num_kv_heads, block_size]` float32 for each of the method's
+        values: `[num_pages, num_kv_heads, block_size, head_size]`.
+        state: `[num_pages, num_kv_heads, block_size]` float32 for each of the method's
             fields; the first lies before the births, the others behind them.
-        births: `[num_blocks, num_kv_heads, block_size]` int32.
-        thresholds: `[num_blocks, num_kv_heads]` float32 where heads merge what they
+        births: `[num_pages, num_kv_heads, block_size]` int32.
+        thresholds: `[num_pages, num_kv_heads]` float32 where heads merge what they
             lose (`policy.merging`), the last of a page; None elsewhere.
-        page_stride: Bytes from a page to the next.
+        page_stride: Bytes from a page to that of the next number.
+        page_bytes: Bytes of a page; the page of the next number may begin within it
+            (`policy.geometry.BlockCut`).
         state_offset: Bytes from the start of a page to its state.
     """
 
@@ -43,6 +46,7 @@ class Pages:
     state: State
     births: torch.Tensor
     page_stride: int
+    page_bytes: int
     state_offset: int
     thresholds: torch.Tensor | None = None
 
@@ -52,6 +56,7 @@ class Pages:
         kv_cache: torch.Tensor,
         fields: Sequence[str] = FIELDS,
         merges: bool = False,
+        reads_part: bool = False,
     ) -> Pages:
         """View a cache as vLLM hands it to a layer on CPU, with ISA `vec`.
 
@@ -60,19 +65,62 @@ class Pages:
                 whose block stride leaves room for the state of each page.
             fields: What the method keeps of a slot.
             merges: Whether heads merge what they lose.
+            reads_part: Whether queries read a part of the pages only.
         """
+        pages = cls._view(kv_cache, fields, merges, reads_part)
+        pages.check_room(fields)
+        return pages
+
+    @classmethod
+    def view_cut(
+        cls,
+        kv_cache: torch.Tensor,
+        page_slots: int,
+        cut: BlockCut,
+        fields: Sequence[str] = FIELDS,
+        merges: bool = False,
+        reads_part: bool = False,
+    ) -> Pages:
+        """View the pages that resident blocks are cut into, each as `view` has it.
+
+        Args:
+            kv_cache: See `view`.
+            page_slots: Of a page.
+            cut: Where the pages are; their numbers are the first dimension of all.
+            fields: See `view`, as are the next two.
+            merges: See there.
+            reads_part: See there.
+        """
+        num_blocks, num_kv_heads, _, double_head = kv_cache.shape
+        item = kv_cache.element_size()
+        assert cut.block_step * cut.unit == kv_cache.stride(0) * item
+        assert not cut.unit % 4, "state is words of 4 bytes"
+        last = (num_blocks - 1) * cut.block_step
+        last += (cut.per_block - 1) * cut.page_step
+        assert last < 2**31, "numbers of pages are int32"
+        shape = (last + 1, num_kv_heads, page_slots, double_head)
+        strides = (cut.unit // item, page_slots * double_head, double_head, 1)
+        numbered = kv_cache.as_strided(shape, strides)
+        pages = cls._view(numbered, fields, merges, reads_part)
+        assert pages.page_bytes <= cut.page_step * cut.unit
+        return pages
+
+    @classmethod
+    def _view(
+        cls,
+        kv_cache: torch.Tensor,
+        fields: Sequence[str],
+        merges: bool,
+        reads_part: bool,
+    ) -> Pages:
         num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
         head_size = double_head // 2
         item = kv_cache.element_size()
         page_stride = kv_cache.stride(0) * item
         content = num_kv_heads * block_size * double_head * item
         assert kv_cache[0].is_contiguous(), "KV heads of a page are not contiguous"
-        floats = floats_of_page(head_size, block_size, False, merges)
+        floats = floats_of_page(head_size, block_size, reads_part, merges)
         needed = content + state_bytes(num_kv_heads, block_size, len(fields), floats)
-        assert page_stride >= needed, (
-            f"a page of {page_stride} bytes has no room for {fields}: "
-            "the layer's KV cache spec is not H2O's"
-        )
         half = block_size * head_size
         start = int(kv_cache.storage_offset())
         block, head = kv_cache.stride(0), 2 * half
@@ -89,11 +137,13 @@ class Pages:
         state, births = _state(kv_cache, start * item + content, fields)
         thresholds = None
         if merges:
-            last = (start * item + page_stride) // 4 - num_kv_heads
+            last = (start * item + needed) // 4 - num_kv_heads
             thresholds = _words(kv_cache, torch.float32).as_strided(
                 (num_blocks, num_kv_heads), (page_stride // 4, 1), last
             )
-        return cls(keys, values, state, births, page_stride, content, thresholds)
+        return cls(
+            keys, values, state, births, page_stride, needed, content, thresholds
+        )
 
     @classmethod
     def view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str] = FIELDS) -> Pages:
@@ -110,10 +160,6 @@ class Pages:
         page_stride = kv_cache.stride(0) * item
         content = num_kv_heads * block_size * double_head * item
         needed = content + state_bytes(num_kv_heads, block_size, len(fields))
-        assert page_stride >= needed, (
-            f"a page of {page_stride} bytes has no room for {fields}: "
-            "the layer's KV cache spec is not H2O's"
-        )
         spans = zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
         assert sum((n - 1) * stride for n, stride in spans) * item < content, (
             "the heads and tokens of a page do not lie together"
@@ -121,7 +167,18 @@ class Pages:
         keys, values = kv_cache.split(double_head // 2, dim=3)
         first = int(kv_cache.storage_offset()) * item + content
         state, births = _state(kv_cache, first, fields)
-        return cls(keys.transpose(2, 3), values, state, births, page_stride, content)
+        pages = cls(
+            keys.transpose(2, 3), values, state, births, page_stride, needed, content
+        )
+        pages.check_room(fields)
+        return pages
+
+    def check_room(self, fields: Sequence[str]) -> None:
+        """Fail where pages that follow each other overlap."""
+        assert self.page_stride >= self.page_bytes, (
+            f"a page of {self.page_stride} bytes has no room for {fields}: "
+            "the layer's KV cache spec is not H2O's"
+        )
 
     @property
     def attention(self) -> torch.Tensor:
@@ -130,7 +187,7 @@ class Pages:
 
     @property
     def block_size(self) -> int:
-        """Token slots per block."""
+        """Token slots of a page."""
         return self.keys.shape[3]
 
 

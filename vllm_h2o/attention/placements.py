@@ -40,7 +40,7 @@ class PlacementTable:
         layers: Pages of all evicting layers.
         most_blocks: `[num_layers]` of a head, in any placement.
         capacity: How many placements there is room for.
-        block_size: Slots of a block.
+        page_slots: Slots of a page.
         has_own_pages: Whether page i of every head is its own of column i, in all
             placements.
         sizes: `[num_layers, capacity, num_kv_heads, 3]` int64: budget, heavy slots, and
@@ -69,7 +69,7 @@ class PlacementTable:
         """
         shape = len(layers), capacity, layers[0].keys.shape[1]
         self.layers, self.most_blocks = layers, most_blocks
-        self.capacity, self.block_size = capacity, layout.block_size
+        self.capacity, self.page_slots = capacity, layout.block_size
         self.has_own_pages = True
         self._placements: dict[int, Placement] = {}
         width = max(*most_blocks, layout.budget_blocks)
@@ -246,9 +246,10 @@ class BudgetPlacements:
     def _make(self, index: int, blocks: int, climbs: bool) -> None:
         num_layers, _, num_kv_heads = self._table.order.shape
         budgets = self._ladder.up_to(blocks)[-2:] if climbs else (blocks,)
-        alike = Placement.alike(
-            (num_layers, num_kv_heads), budgets, self._config, self._ladder.block_size
-        )
+        size = self._table.page_slots
+        pages = [budget * self._ladder.block_size // size for budget in budgets]
+        shape = num_layers, num_kv_heads
+        alike = Placement.alike(shape, pages, self._config, size)
         self._table.put(index + UNIFORM, alike)
         if self._split:
             self._table.put(index + BY_HEAD, self._split(blocks, climbs))

@@ -25,7 +25,7 @@ class RowTensors:
 
         Args:
             max_rows: Of a batch.
-            budget_blocks: Resident blocks of a request.
+            budget_blocks: Pages of a request's resident blocks.
             device: Of the kernels.
             scratch: What the kernels hand to each other; None: nothing.
         """
@@ -78,12 +78,10 @@ def select_rows(
         return common, None
     starts = common.query_start_loc_cpu
     lengths = starts.diff()[chosen]
-    bounds = starts.tolist()
-    tokens_cpu = torch.cat(
-        [torch.arange(bounds[i], bounds[i + 1]) for i in chosen.tolist()]
-    )
     start_loc_cpu = torch.zeros(len(chosen) + 1, dtype=starts.dtype)
     start_loc_cpu[1:] = lengths.cumsum(0)
+    moved = (starts[chosen] - start_loc_cpu[:-1]).long()
+    tokens_cpu = moved.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
     device = common.seq_lens.device
     index = async_tensor_h2d(chosen, device)
     tokens = async_tensor_h2d(tokens_cpu, device)

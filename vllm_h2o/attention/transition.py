@@ -30,8 +30,8 @@ class ObservedPrompt:
         tokens: The row's tokens in the batch.
         plan: The row's counts.
         dense_blocks: `[cdiv(seq_len, block_size)]` int32 block ids.
-        resident_blocks: `[num_resident]` int32 block ids in the transition
-            step, else None.
+        resident_pages: `[num_resident]` int32 pages of resident blocks in the
+            transition step, else None.
         place: Returns the index of the placement that the transition is to, by the
             layers that are due.
         attends: Whether our kernel attends too; else stock's has done so.
@@ -43,7 +43,7 @@ class ObservedPrompt:
     tokens: slice
     plan: RowPlan
     dense_blocks: torch.Tensor
-    resident_blocks: torch.Tensor | None
+    resident_pages: torch.Tensor | None
     place: Callable[[list[ScoredLayer]], int]
     attends: bool
     layers: list[ScoredLayer] = field(default_factory=list)
@@ -122,6 +122,7 @@ class Transitions:
 
 def observe_prompt(
     query: torch.Tensor,
+    dense: Pages,
     pages: Pages,
     prompt: ObservedPrompt,
     layer_name: str,
@@ -133,8 +134,9 @@ def observe_prompt(
 
     Args:
         query: `[num_tokens, num_heads, head_size]` of the row, after RoPE. Its
-            keys and values are in the dense pages already.
-        pages: The layer's pages; only resident blocks are written.
+            keys and values are in the dense blocks already.
+        dense: The layer's pages as vLLM has them, read only.
+        pages: Those of resident blocks.
         prompt: The row.
         layer_name: Whose state of earlier steps this is.
         config: The policy.
@@ -145,7 +147,7 @@ def observe_prompt(
     plan = prompt.plan
     if config.gated:
         assert params.gate is not None, "the worker gives it before the cache"
-        _compress_by_gate(pages, prompt, config, params)
+        _compress_by_gate(dense, pages, prompt, config, params)
         return
     first_scoring = max(plan.num_computed_tokens, plan.first_query)
     partial = prompt.transitions.partial_states(prompt.request_id)
@@ -160,28 +162,34 @@ def observe_prompt(
     kernels = params.kernels
     assert kernels is not None
     if not starts_at_zero(params.method):
-        kernels.start(pages, prompt.dense_blocks, new, end, state, params)
+        kernels.start(dense, prompt.dense_blocks, new, end, state, params)
     if prompt.attends:
         kernels.attend_observed(
-            query, pages, prompt.dense_blocks, plan.num_computed_tokens,
+            query, dense, prompt.dense_blocks, plan.num_computed_tokens,
             first_scoring - plan.num_computed_tokens, state, params, output,
         )  # fmt: skip
     elif plan.num_scoring:
         query = query[-plan.num_scoring :]
-        kernels.observe(query, pages, prompt.dense_blocks, first_scoring, state, params)
-    if prompt.resident_blocks is None:
+        kernels.observe(query, dense, prompt.dense_blocks, first_scoring, state, params)
+    if prompt.resident_pages is None:
         partial[layer_name] = state
         return
-    prompt.transitions.collect(prompt, ScoredLayer(pages, state, params), config)
+    layer = ScoredLayer(pages, state, params, dense)
+    prompt.transitions.collect(prompt, layer, config)
 
 
 def _compress_by_gate(
-    pages: Pages, prompt: ObservedPrompt, config: H2OConfig, params: DecodeParams
+    dense: Pages,
+    pages: Pages,
+    prompt: ObservedPrompt,
+    config: H2OConfig,
+    params: DecodeParams,
 ) -> None:
     """The transition of a prompt that no query has scored."""
     shape, device = (pages.keys.shape[1], prompt.plan.prefill_end), pages.keys.device
     state = {name: torch.zeros(shape, device=device) for name in pages.state}
-    prompt.transitions.collect(prompt, ScoredLayer(pages, state, params), config)
+    layer = ScoredLayer(pages, state, params, dense)
+    prompt.transitions.collect(prompt, layer, config)
 
 
 def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
@@ -191,7 +199,7 @@ def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
         prompt: The row in its transition step, with the layers that are due.
         config: The policy.
     """
-    assert prompt.resident_blocks is not None
+    assert prompt.resident_pages is not None
     first_query, kernels = prompt.plan.first_query, prompt.layers[0].params.kernels
     assert kernels is not None
     if config.gated:
@@ -199,7 +207,7 @@ def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:
     kernels.transition(
         prompt.layers,
         prompt.dense_blocks,
-        prompt.resident_blocks,
+        prompt.resident_pages,
         prompt.place(prompt.layers),
         first_query,
         config,

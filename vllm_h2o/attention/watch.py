@@ -24,7 +24,7 @@ class HeldSlots:
     Attributes:
         layer: Index among the layers that evict.
         head: Index among this rank's KV heads.
-        pages: Pages and the block in them, of each of the head's blocks.
+        pages: Of each of the head's pages, those of a layer and its number there.
         slots: Those that hold a token.
     """
 
@@ -35,8 +35,8 @@ class HeldSlots:
 
     def gather(self, field_of: Callable[[Pages], torch.Tensor]) -> torch.Tensor:
         """`[tokens held, ..]` of a field of the pages, by slot."""
-        blocks = [field_of(pages)[block, self.head] for pages, block in self.pages]
-        return torch.cat(blocks)[self.slots]
+        held = [field_of(pages)[number, self.head] for pages, number in self.pages]
+        return torch.cat(held)[self.slots]
 
     def positions(self) -> torch.Tensor:
         """`[tokens held]` int32 positions of the tokens, by slot."""
@@ -54,7 +54,7 @@ class WatchedRequest:
         placement: By head, if it has one and the step knew it; else None.
         grown_at: See `RowPlan`.
         grown_from: Likewise.
-        blocks: `[budget_blocks]` its resident blocks, by layer name.
+        pages: `[pages of the engine's budget]` of its resident blocks, by layer name.
     """
 
     end: int
@@ -63,7 +63,7 @@ class WatchedRequest:
     placement: Placement | None
     grown_at: int = 0
     grown_from: int = 0
-    blocks: dict[str, torch.Tensor] = field(default_factory=dict)
+    pages: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Watch:
@@ -89,7 +89,6 @@ class Watch:
     def _note(
         self, builder: H2OMetadataBuilder, table: torch.Tensor, rows: ResidencyPlan
     ) -> None:
-        first = builder.spec.dense_columns
         for i, request_id in enumerate(rows.request_ids):
             row = rows.row(i)
             if row.stays_dense or not (row.decodes or row.is_transition):
@@ -104,8 +103,8 @@ class Watch:
                     row.grown_at, row.grown_from,
                 )  # fmt: skip
                 self.requests[request_id] = request
-            blocks = table[i, first : first + builder.layout.budget_blocks]
-            request.blocks |= dict.fromkeys(builder.layer_names, blocks.cpu().long())
+            pages = builder.resident_pages(table[i], builder.layout.budget)
+            request.pages |= dict.fromkeys(builder.layer_names, pages.cpu().long())
 
     def _placement(
         self, builder: H2OMetadataBuilder, request_id: str, budget: Budget
@@ -135,23 +134,23 @@ class Watch:
         if request.placement is None:
             request.placement = self._own_placement(request_id)
         for number, (name, layer) in enumerate(self._layers().items()):
-            blocks = request.blocks[name].tolist()
+            pages = request.pages[name].tolist()
             for head in range(layer.impl.pages.keys.shape[1]):
-                yield _held(layer.impl, request, blocks, number, head)
+                yield _held(layer.impl, request, pages, number, head)
 
 
 def _held(
-    impl: Any, request: WatchedRequest, blocks: list[int], number: int, head: int
+    impl: Any, request: WatchedRequest, pages: list[int], number: int, head: int
 ) -> HeldSlots:
     layout, table, placement = impl.layout, impl.placements, request.placement
-    places, end = [(impl.pages, block) for block in blocks], request.end
+    places, end = [(impl.pages, page) for page in pages], request.end
     before = request.grown_from
     if placement is not None and (end > request.budget or request.grown_at):
         layout = placement.layouts[table.layer][head]
         if placement.grown_from is not None:
             before = placement.grown_from.layouts[table.layer][head].budget
         pages_of_head = placement.pages[table.layer][head]
-        places = [(table.layers[p.layer], blocks[p.column]) for p in pages_of_head]
+        places = [(table.layers[p.layer], pages[p.column]) for p in pages_of_head]
     size, last = layout.block_size, layout.slot(end - 1)
     held = place_of(end, request.grown_at, before)
     slots = list(range(min(held, layout.budget)))

@@ -88,7 +88,8 @@ class Resolved:
         spec = replace(spec, h2o=self.config)
         if self.profile is None:
             return spec
-        budgets = HeadBudgets(self.profile, self.config, self.limits(spec).ladder)
+        ladder = self.limits(spec).ladder
+        budgets = HeadBudgets(self.profile, self.config, ladder, spec.page_slots)
         head, layer = budgets.richest_slots(spec.num_kv_heads)
         return replace(
             spec, richest_slots=head, richest_layer_slots=layer,

@@ -142,6 +142,11 @@ class ResidencyPlan:
         """`[num_requests]` bool, see `RowPlan`."""
         return self.num_computed_tokens >= self.prefill_ends
 
+    @property
+    def stay_dense(self) -> np.ndarray:
+        """`[num_requests]` bool, of those that decode: no query has scored."""
+        return self.decodes & (self.num_computed_tokens < self.first_queries)
+
     def row(self, i: int) -> RowPlan:
         """The counts of one request."""
         return RowPlan(*self.counts[:, i].tolist())

@@ -249,7 +249,7 @@ class H2OScheduler(AsyncScheduler):
         )
         count = len(self.h2o_managers)
         most, blocks = self._most, self._most // spec.block_size
-        layout = SlotLayout.of_blocks(config, spec.block_size, blocks)
+        layout = SlotLayout.of_blocks(config, spec.page_slots, most // spec.page_slots)
         resident = usable // (blocks * count + windowed)
         decay = getattr(config.method, "score_decay", None)
         observing = (

@@ -10,12 +10,14 @@ Block table row of a request (columns):
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.geometry import BlockCut, page_slots_of
 from vllm_h2o.policy.layout import SlotLayout, floats_of_page, state_bytes
 from vllm_h2o.policy.request import RequestLimits
 
@@ -31,6 +33,7 @@ class H2OAttentionSpec(FullAttentionSpec):
         h2o: The policy.
         max_model_len: Longest sequence in tokens, sizes the dense columns; that which
             vllm finds (`--max-model-len auto`) may be shorter.
+        most_page_slots: Slots of a page at most, see `page_slots`; 0: pages are blocks.
         richest_slots: Slots of the KV head with the largest budget; 0: all heads have
             the same budget, or each request shares it out.
         richest_layer_slots: Slots that the heads of one layer have together at most,
@@ -41,33 +44,64 @@ class H2OAttentionSpec(FullAttentionSpec):
 
     h2o: H2OConfig = field(default_factory=H2OConfig)
     max_model_len: int = 0
+    most_page_slots: int = 0
     richest_slots: int = 0
     richest_layer_slots: int = 0
     slots_per_token: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A page ends with the state of its slots. vLLM's own page padding keeps it
+        # Pages end with the state of their slots. vLLM's own page padding keeps it
         # out of the view that stock kernels get.
-        num_fields = len(self.h2o.method.fields)
-        page_floats = floats_of_page(
-            self.head_size, self.block_size, self.h2o.reads_part, self.h2o.merges
-        )
-        needed = self.unpadded_page_size_bytes + state_bytes(
-            self.num_kv_heads, self.block_size, num_fields, page_floats
-        )
+        needed = self.block_size // self.page_slots * self._page_bytes
         padded = max(needed, self.page_size_padded or 0)
         object.__setattr__(self, "page_size_padded", padded)
 
     @classmethod
-    def of(cls, spec: FullAttentionSpec, h2o: H2OConfig, max_model_len: int) -> Self:
+    def of(
+        cls,
+        spec: FullAttentionSpec,
+        h2o: H2OConfig,
+        max_model_len: int,
+        most_page_slots: int = 0,
+    ) -> Self:
         """Rebuild a full-attention spec as H2O's."""
-        return replace_as(spec, cls, h2o=h2o, max_model_len=max_model_len)
+        return replace_as(
+            spec, cls, h2o=h2o, max_model_len=max_model_len,
+            most_page_slots=most_page_slots,
+        )  # fmt: skip
 
     @property
     def layout(self) -> SlotLayout:
-        """The slots of a request at this block size."""
+        """The slots of a request as the scheduler counts them, in blocks."""
         return SlotLayout.from_config(self.h2o, self.block_size, self.max_model_len)
+
+    @property
+    def page_layout(self) -> SlotLayout:
+        """The same slots as kernels and heads have them, in pages."""
+        pages = self.layout.budget // self.page_slots
+        return SlotLayout.of_blocks(self.h2o, self.page_slots, pages)
+
+    @cached_property
+    def page_slots(self) -> int:
+        """Slots of a page of a resident block, see `policy.geometry`."""
+        whole = self.h2o.eviction_unit == "block"
+        return page_slots_of(self.block_size, 0 if whole else self.most_page_slots)
+
+    @property
+    def _page_bytes(self) -> int:
+        """Bytes of a page: keys and values, then the state of its slots."""
+        slots, h2o = self.page_slots, self.h2o
+        floats = floats_of_page(self.head_size, slots, h2o.reads_part, h2o.merges)
+        content = self.unpadded_page_size_bytes * slots // self.block_size
+        num_fields = len(h2o.method.fields)
+        return content + state_bytes(self.num_kv_heads, slots, num_fields, floats)
+
+    @cached_property
+    def cut(self) -> BlockCut:
+        """Where the pages of resident blocks are."""
+        per_block = self.block_size // self.page_slots
+        return BlockCut.of(self.page_size_bytes, self._page_bytes, per_block)
 
     def limits(self, device: str) -> RequestLimits:
         """What requests may ask for, on a device of the kind that torch calls so."""

@@ -66,20 +66,21 @@ class Tables:
         if not by_head and not limits.has_several:
             return GroupPlacements(layers)
         requests = self._vllm_config.scheduler_config.max_num_seqs
-        pages = [layer.impl.view(layer.kv_cache) for layer in layers]
+        pages = [layer.impl.view_resident(layer.kv_cache, spec) for layer in layers]
+        longest = -(-spec.max_model_len // spec.page_slots)
         split, own_places, most = None, 0, [layout.budget_blocks] * len(pages)
         # Budgets of the ladder alone are all known, and made now.
         end, on_ladder = 2 * len(limits.ladder.budgets), bool(limits.why_no_number)
         if limits.has_several and not on_ladder:
-            end = BudgetPlacements.indices(layout, requests)
+            end = BudgetPlacements.indices(spec.layout, requests)
         if by_head and spec.h2o.head_budgets == REQUEST:
-            own_places, most = requests, [spec.dense_columns] * len(pages)
+            own_places, most = requests, [longest] * len(pages)
         elif by_head:
             split = self._head_budgets(builder, limits.ladder).placement
-            engines = split(layout.budget_blocks, True)
+            engines = split(spec.layout.budget_blocks, True)
             most = [max(map(len, heads)) for heads in engines.pages]
             if not on_ladder:  # a request's own number may be split otherwise
-                most = [spec.largest_budget // spec.block_size] * len(pages)
+                most = [spec.largest_budget // spec.page_slots] * len(pages)
         table = PlacementTable(pages, layout, most, end + own_places)
         if split:
             table.put(BY_HEAD, engines)
@@ -121,9 +122,9 @@ class Tables:
             resolved.profile, resolved.source, self._vllm_config, self._evicting
         )
         own = own_kv_heads(self._vllm_config, spec.num_kv_heads)
-        budgets = HeadBudgets(resolved.profile, spec.h2o, ladder, own)
-        blocks = budgets.blocks(ladder.budgets[-1])
-        slots = [spec.block_size * count for layer in blocks for count in layer]
+        budgets = HeadBudgets(resolved.profile, spec.h2o, ladder, spec.page_slots, own)
+        split = budgets.split(ladder.budgets[-1])
+        slots = [spec.page_slots * count for layer in split for count in layer]
         logger.info_once(
             "H2O budgets by KV head, from %s: %d to %d tokens, %d on average",
             resolved.source, min(slots), max(slots), sum(slots) // len(slots),

@@ -188,7 +188,7 @@ class H2OWorker(H2OCalls, _Stock):
         """
         for _, builder in self._h2o_builders():
             layer = self._h2o_layers[builder.layer_names[0]]
-            layer.impl.warm_up(layer.kv_cache, builder.layout, builder.padding())
+            layer.impl.warm_up(layer.kv_cache, builder.spec, builder.padding())
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Run a step under the scheduler's plan."""

@@ -90,9 +90,11 @@ class SlotLayout:
         if not config.keeps_heavy_set:
             return config.sinks
         # Both parts share a single block; of more, each has whole ones.
-        unit, least = (block_size, 1) if blocks > 1 else (1, max(config.sinks, 1))
+        unit = block_size if blocks > 1 else 1
         units = blocks * block_size // unit
         recent = int(units * config.recent_ratio + 0.5)
+        # The sinks come first, as far as they leave a recent part.
+        least = min(max(-(-config.sinks // unit), 1), units - 1)
         return blocks * block_size - min(max(recent, 1), units - least) * unit
 
     @classmethod

@@ -59,7 +59,7 @@ typedef struct {
     const int64_t *head_order;    /* [.][num_kv_heads] the largest budget first */
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_size;
     int64_t query_stride, key_stride, value_stride, output_stride;
-    int64_t block_table_stride, page_stride, state_offset;
+    int64_t block_table_stride, page_stride, page_bytes, state_offset;
     int64_t budget, heavy_slots, pinned_slots, head_blocks, largest_budget;
     int64_t whole_blocks, score_mean, merges, num_threads;
     float scale, softcap, score_decay;
@@ -71,10 +71,12 @@ typedef struct {
  * query. */
 typedef struct {
     h2o_decode_args target;
-    const int32_t *source_blocks; /* [.] block of position p: [p / block_size] */
+    const int32_t *source_blocks; /* [.] of position p: [p / source_block_size] */
+    const void *source_cache;     /* page of block 0 */
     int64_t *positions; /* [num_kv_heads][most] chosen, -1 past a head's own */
     int64_t *slots;     /* where they go, ascending or once around a ring */
     const float *attention; /* [num_kv_heads][num_tokens] */
+    int64_t source_block_size, source_page_stride;
     int64_t num_tokens, most, pooling, in_place;
 } h2o_transition_args;
 
@@ -251,11 +253,12 @@ static inline void h2o_softcap(float *x, int64_t count, float cap) {
 
 /* Tokens from the t-th on that come from one page and go to consecutive slots of one. */
 static inline int64_t h2o_piece(const int64_t *positions, const int64_t *slots,
-                                int64_t t, int64_t count, int64_t block_size) {
-    const int64_t page = positions[t] / block_size;
+                                int64_t t, int64_t count, int64_t from_size,
+                                int64_t to_size) {
+    const int64_t page = positions[t] / from_size;
     int64_t end = t + 1;
-    while (end < count && positions[end] / block_size == page &&
-           slots[end] == slots[end - 1] + 1 && slots[end] % block_size)
+    while (end < count && positions[end] / from_size == page &&
+           slots[end] == slots[end - 1] + 1 && slots[end] % to_size)
         ++end;
     return end - t;
 }

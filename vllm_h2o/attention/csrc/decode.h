@@ -64,7 +64,7 @@ static inline FN(page) FN(page_at)(const h2o_decode_args *a, char *base, int64_t
     page.inverse_norm = attention + head * a->block_size;
     if (a->merges) attention += a->num_kv_heads * a->block_size;
     page.bound = attention + head * a->head_size;
-    page.threshold = (float *)(base + a->page_stride) - a->num_kv_heads + head;
+    page.threshold = (float *)(base + a->page_bytes) - a->num_kv_heads + head;
     return page;
 }
 
@@ -509,18 +509,23 @@ int NAME(const h2o_decode_args *a) {
     return failed;
 }
 
-/* Tokens positions[0..count) of a page to consecutive slots of another, the first of
- * them `to_slot`. */
-static inline void FN(gather_tokens)(const h2o_decode_args *a, FN(page) from,
+/* Tokens positions[0..count), which are in one page of the source, to consecutive slots
+ * of a page, the first of them `to_slot`. */
+static inline void FN(gather_tokens)(const h2o_transition_args *c, int64_t head,
                                      const int64_t *positions, int64_t count,
                                      FN(page) to, int64_t to_slot) {
-    const int64_t bs = a->block_size, hs = a->head_size;
+    const int64_t bs = c->target.block_size, hs = c->target.head_size;
+    const int64_t from_bs = c->source_block_size;
+    const char *base = (const char *)c->source_cache;
+    base += c->source_blocks[positions[0] / from_bs] * c->source_page_stride;
+    const ELEM *keys = (const ELEM *)base + head * 2 * from_bs * hs;
+    const ELEM *values = keys + from_bs * hs;
     for (int64_t t = 0; t < count; ++t) {
-        const int64_t i = positions[t] % bs, j = to_slot + t;
-        const ELEM *restrict key = from.key + i;
+        const int64_t i = positions[t] % from_bs, j = to_slot + t;
+        const ELEM *restrict key = keys + i;
         ELEM *restrict to_key = to.key + j;
-        for (int64_t d = 0; d < hs; ++d) to_key[d * bs] = key[d * bs];
-        memcpy(to.value + j * hs, from.value + i * hs, hs * sizeof(ELEM));
+        for (int64_t d = 0; d < hs; ++d) to_key[d * bs] = key[d * from_bs];
+        memcpy(to.value + j * hs, values + i * hs, hs * sizeof(ELEM));
     }
 }
 
@@ -572,18 +577,15 @@ static int FN(copy_kept_head)(const h2o_transition_args *c, int64_t head) {
     ELEM *staged = num_pages ? malloc(num_pages * 2 * half * sizeof(ELEM)) : NULL;
     if (num_pages && !staged) return 1;
     for (int64_t t = 0; t < count; t += piece) {
-        char *base = (char *)a->cache;
-        base += c->source_blocks[positions[t] / bs] * a->page_stride;
-        const FN(page) from = FN(page_at)(a, base, head);
         const int64_t number = slots[t] / bs, i = slots[t] % bs;
         FN(page) to = FN(page_of)(a, &target, number);
-        piece = h2o_piece(positions, slots, t, count, bs);
+        piece = h2o_piece(positions, slots, t, count, c->source_block_size, bs);
         FN(set_state)(c, head, positions + t, piece, to, i);
         if (staged) {
             to.key = staged + number * 2 * half;
             to.value = to.key + half;
         }
-        if (!stays) FN(gather_tokens)(a, from, positions + t, piece, to, i);
+        if (!stays) FN(gather_tokens)(c, head, positions + t, piece, to, i);
     }
     FN(unstage)(a, &target, staged, num_pages);
     free(staged);

@@ -84,11 +84,11 @@ class Kernels(Protocol):
 
         Args:
             layers: The layers, each with what the request's tokens have got in it.
-            source_blocks: int32 blocks, the token at position p in block
-                `p // block_size`, offset `p % block_size`.
-            target_blocks: `[>= cdiv(min(tokens, budget), block_size)]` int32 resident
-                blocks; the very tensor `source_blocks` if a request is rearranged in
-                its blocks.
+            source_blocks: int32 pages of `ScoredLayer.source`, the token at position p
+                in page `p // block_size`, offset `p % block_size`.
+            target_blocks: `[>= cdiv(min(tokens, budget), block_size)]` int32 pages of
+                `ScoredLayer.pages`, of the request's resident blocks; the very tensor
+                `source_blocks` if a request is rearranged in them.
             placement: Index of how the slots are split.
             first_query: Position of the first query that scored.
             config: The policy.
@@ -110,7 +110,7 @@ class Kernels(Protocol):
 
         Args:
             layers: The layers; their state is not used.
-            blocks: `[>= budget_blocks]` int32 resident blocks of the request.
+            blocks: `[>= budget_blocks]` int32 pages of its resident blocks.
             placement: Index of how its slots are split until now.
             num_tokens: Of the sequence.
             grown_at: Of them when the budget grew before; 0: it has not.
@@ -150,7 +150,8 @@ class Kernels(Protocol):
         The formula is that of `vllm_h2o.attention.gate`.
 
         Args:
-            layers: Layers with a gate, of one prompt; the attention is written.
+            layers: Layers with a gate, of one prompt; the attention is written. Of
+                their pages only `ScoredLayer.source` is used.
             dense_blocks: `[>= cdiv(num_tokens, block_size)]` int32 blocks of the
                 prompt.
             first_query: Position of the first query that the expectation stands for.

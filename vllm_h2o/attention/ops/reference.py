@@ -71,11 +71,8 @@ def transition(
 ) -> None:
     """See `Kernels.transition`: its two halves, layer by layer."""
     for layer in layers:
-        state, params = layer.state, layer.params
-        kept = select(state, placement, first_query, config, params)
-        copy_kept(
-            layer.pages, source_blocks, target_blocks, placement, kept, state, params
-        )
+        kept = select(layer.state, placement, first_query, config, layer.params)
+        copy_kept(layer, source_blocks, target_blocks, placement, kept)
 
 
 def select(
@@ -120,31 +117,30 @@ def select(
 
 
 def copy_kept(
-    pages: Pages,
+    layer: ScoredLayer,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     placement: int,
     kept: Kept,
-    state: State,
-    params: DecodeParams,
 ) -> None:
     """Copy each KV head's kept tokens into the slots of a request.
 
     Args:
-        pages: The layer's pages; targets may lie in those of other layers.
+        layer: The layer; targets may lie in pages of others.
         source_blocks: See `Kernels.transition`, and so are the next two.
         target_blocks: Of the slots.
         placement: Of the request.
         kept: What to copy, and where to.
-        state: See `ScoredLayer`.
-        params: The layer's constants.
     """
+    pages, state, params = layer.pages, layer.state, layer.params
     blocks = source_blocks.long()
     rows = _rows_of_slots(target_blocks, placement)
-    merges = merge_dropped(pages, blocks, kept, state) if params.merge else None
+    merges = None
+    if params.merge:
+        merges = merge_dropped(layer.source, blocks, kept, state)
     for head, held in enumerate(kept.positions >= 0):
         positions, slots = kept.positions[head, held], kept.slots[head, held]
-        keys, values = _tokens(pages, blocks, head, positions)
+        keys, values = _tokens(layer.source, blocks, head, positions)
         tokens = {"keys": keys, "values": values, "births": positions.int()}
         tokens |= {name: state[name][head, positions] for name in pages.state}
         target = _Resident(pages, rows, 0, head, params)
@@ -184,7 +180,7 @@ def merge_dropped(
     """What each KV head makes of the values it keeps and of those it drops.
 
     Args:
-        pages: The layer's pages, read only.
+        pages: The layer's pages that the tokens are in.
         source_blocks: See `Kernels.transition`.
         kept: What is kept.
         state: See `ScoredLayer`; says how many tokens there are.
@@ -265,7 +261,7 @@ def score_by_gate(
     for layer in layers:
         gate = layer.params.gate
         assert gate is not None
-        gate.fill(layer.state["attention"], layer.pages, dense_blocks, first_query)
+        gate.fill(layer.state["attention"], layer.source, dense_blocks, first_query)
 
 
 def observe(

@@ -25,8 +25,9 @@ class ResidentRows:
     """The decoding rows of a batch, one new token each.
 
     Attributes:
-        block_table: `[num_rows, >= budget_blocks]` int32 blocks: resident ones, or
-            dense ones of a request that stays dense.
+        block_table: `[num_rows, >= budget_blocks]` int32 pages, numbers in the first
+            dimension of `Pages`: of resident blocks, or dense ones of a request that
+            stays dense.
         positions: `[num_rows]` int64 position of the new token; -1: the row is
             padding, touches no page and gets an output of 0.
         first_queries: `[num_rows]` int64 position of the first query that
@@ -150,12 +151,19 @@ class ScoredLayer:
     """What a layer brings to the transition of a request.
 
     Attributes:
-        pages: The layer's pages.
+        pages: The layer's pages that its slots are in.
         state: `[num_kv_heads, num_tokens]` float32 for each of the method's fields, by
             position; contiguous.
         params: The layer's constants.
+        dense: The layer's pages that its tokens are in, by position; None: the same.
     """
 
     pages: Pages
     state: State
     params: DecodeParams
+    dense: Pages | None = None
+
+    @property
+    def source(self) -> Pages:
+        """The pages that the tokens are in."""
+        return self.dense or self.pages

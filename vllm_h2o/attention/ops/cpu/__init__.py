@@ -114,7 +114,7 @@ def transition(
         return
     for i, layer in enumerate(layers):  # one at a time: merged values take memory
         pages, kept = layer.pages, Kept(*selection.tokens[:, i])
-        merges = reference.merge_dropped(pages, source_blocks, kept, layer.state)
+        merges = reference.merge_dropped(layer.source, source_blocks, kept, layer.state)
         copy_kept([layer], source_blocks, target_blocks, selection.of_layer(i))
         reference.put_merged(
             pages, target_blocks, placement, kept, merges, layer.params
@@ -201,10 +201,13 @@ def copy_kept(
     for blocks in (source_blocks, target_blocks):
         assert blocks.dtype == torch.int32 and blocks.stride(0) == 1
     source, target = source_blocks.data_ptr(), target_blocks.data_ptr()
-    for args in selection.args:
+    for args, layer in zip(selection.args, layers, strict=True):
         args.target.block_table = target
-        args.source_blocks = source
+        args.source_blocks, args.source_cache = source, layer.source.keys.data_ptr()
+        args.source_block_size = layer.source.block_size
+        args.source_page_stride = layer.source.page_stride
         args.in_place = source == target
+        assert not args.in_place or layer.source is layer.pages
     function = _function("copy_kept", layers[0].pages.keys.dtype)
     _run(function, "copy_kept", selection.args)
 
@@ -242,7 +245,7 @@ def score_by_gate(
 ) -> None:
     """See `Kernels.score_by_gate`."""
     assert dense_blocks.dtype == torch.int32 and dense_blocks.stride(0) == 1
-    keys = layers[0].pages.keys
+    keys = layers[0].source.keys
     check_supported(keys.dtype, keys.shape[2], keys.shape[3])
     all_args = (GateArgs * len(layers))()
     for args, layer in zip(all_args, layers, strict=True):

@@ -38,7 +38,7 @@ class DecodeArgs(ctypes.Structure):
         "head_sizes head_offsets head_columns head_order",
         "num_rows num_heads num_kv_heads head_size block_size "
         "query_stride key_stride value_stride output_stride "
-        "block_table_stride page_stride state_offset "
+        "block_table_stride page_stride page_bytes state_offset "
         "budget heavy_slots pinned_slots head_blocks largest_budget "
         "whole_blocks score_mean merges num_threads",
         "scale softcap score_decay",
@@ -52,8 +52,8 @@ class TransitionArgs(ctypes.Structure):
     _fields_ = [
         ("target", DecodeArgs),
         *_fields(
-            "source_blocks positions slots attention",
-            "num_tokens most pooling in_place",
+            "source_blocks source_cache positions slots attention",
+            "source_block_size source_page_stride num_tokens most pooling in_place",
         ),
     ]
 
@@ -116,6 +116,7 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> DecodeArgs:
         head_size=pages.keys.shape[2],
         block_size=pages.block_size,
         page_stride=pages.page_stride,
+        page_bytes=pages.page_bytes,
         state_offset=pages.state_offset,
         budget=layout.budget,
         largest_budget=params.largest_budget,
@@ -132,8 +133,10 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> DecodeArgs:
     assert not (params.merge and (params.read < 1.0 or layout.whole_blocks))
     _, num_kv_heads, head_size, block_size = pages.keys.shape
     floats = floats_of_page(head_size, block_size, params.read < 1.0, params.merge)
-    needed = state_bytes(num_kv_heads, block_size, page_floats=floats)
-    assert pages.page_stride >= pages.state_offset + needed, "a page is too small"
+    needed = pages.state_offset + state_bytes(
+        num_kv_heads, block_size, page_floats=floats
+    )
+    assert pages.page_bytes >= needed, "a page is too small"
     if own is not None:
         assert not layout.whole_blocks
         args.head_sizes = own.sizes.data_ptr()
@@ -154,7 +157,7 @@ def _make_observe_args(slots: DecodeArgs) -> ObserveArgs:
 
 def set_gate_args(args: GateArgs, layer: ScoredLayer) -> None:
     """What is the layer's of them."""
-    pages, gate, attention = layer.pages, layer.params.gate, layer.state["attention"]
+    pages, gate, attention = layer.source, layer.params.gate, layer.state["attention"]
     _, args.num_kv_heads, args.head_size, args.block_size = pages.keys.shape
     args.cache, args.page_stride = pages.keys.data_ptr(), pages.page_stride
     args.num_tokens = attention.shape[1]

@@ -126,7 +126,7 @@ def score_by_gate(
 
 
 def _score(layer: ScoredLayer, blocks: torch.Tensor, first_query: int) -> None:
-    pages, gate, attention = layer.pages, layer.params.gate, layer.state["attention"]
+    pages, gate, attention = layer.source, layer.params.gate, layer.state["attention"]
     assert gate is not None and gate.weights.is_contiguous()
     _, num_kv_heads, head_size, block_size = pages.keys.shape
     assert gate.weights.shape == (num_kv_heads, 2 * head_size + 4)

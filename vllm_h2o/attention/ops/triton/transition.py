@@ -8,13 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import DecodeParams, Kept, ScoredLayer
+from vllm_h2o.attention.ops import Kept, ScoredLayer
 from vllm_h2o.attention.ops.triton.launch import page_arguments, table_arguments
 from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
-from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.methods import State
 
 _TILE_TOKENS = 32
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
@@ -107,50 +105,45 @@ def transition(
 ) -> None:
     """See `Kernels.transition`."""
     for layer in layers:
-        state, params = layer.state, layer.params
-        kept = select(state, placement, first_query, config, params)
-        copy_kept(
-            layer.pages, source_blocks, target_blocks, placement, kept, state, params
-        )
+        kept = select(layer.state, placement, first_query, config, layer.params)
+        copy_kept(layer, source_blocks, target_blocks, placement, kept)
 
 
 def copy_kept(
-    pages: Pages,
+    layer: ScoredLayer,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     placement: int,
     kept: Kept,
-    state: State,
-    params: DecodeParams,
 ) -> None:
     """See `vllm_h2o.attention.ops.reference.copy_kept`.
 
     Through a copy of the kept tokens, 2 * head_size elements each: the slots of
     one program are the sources of another where a request is rearranged in place.
     """
-    layout = params.layout
+    pages, params = layer.pages, layer.params
     num_kv_heads, most = kept.positions.shape
     head_size = pages.keys.shape[2]
-    attention = state["attention"]
+    attention = layer.state["attention"]
     assert attention.stride(1) == 1 and attention.dtype == torch.float32
     assert kept.positions.is_contiguous() and kept.slots.is_contiguous()
     assert source_blocks.is_contiguous() and target_blocks.is_contiguous()
     staged = pages.keys.new_empty(num_kv_heads, most, 2 * head_size)
-    arguments = page_arguments(pages)
+    source = page_arguments(layer.source)
     shared = {
         "staged": staged, "kept": kept.positions, "most": most,
-        "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
+        "HEAD_SIZE": head_size,
         "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),
         "num_warps": 4,
     }  # fmt: skip
     grid = (triton.cdiv(most, _TILE_TOKENS), num_kv_heads)
     keys_and_values = ("keys", "keys_strides", "values", "values_strides")
     gather_kernel[grid](
-        **{name: arguments[name] for name in keys_and_values},
-        source_blocks=source_blocks, **shared,
+        **{name: source[name] for name in keys_and_values},
+        source_blocks=source_blocks, BLOCK_SIZE=layer.source.block_size, **shared,
     )  # fmt: skip
     scatter_kernel[grid](
-        **arguments, slots=kept.slots,
+        **page_arguments(pages), slots=kept.slots, BLOCK_SIZE=pages.block_size,
         prompt_attention=attention, prompt_attention_stride=attention.stride(0),
         target_blocks=target_blocks, placement=placement,
         **table_arguments(params), **shared,

@@ -1,0 +1,62 @@
+"""Pages in the blocks of a cache."""
+
+import pytest
+import torch
+
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.geometry import BlockCut
+from vllm_h2o.policy.layout import floats_of_page, state_bytes
+
+NUM_BLOCKS, NUM_HEADS, HEAD_SIZE, BLOCK, PAGE = 5, 3, 16, 64, 16
+
+
+def make(dtype, rest, fields, merges, reads_part):
+    """A cache as vLLM has it, and the pages of its resident blocks."""
+    item = torch.empty(0, dtype=dtype).element_size()
+    floats = floats_of_page(HEAD_SIZE, PAGE, reads_part, merges)
+    page = NUM_HEADS * PAGE * 2 * HEAD_SIZE * item
+    page += state_bytes(NUM_HEADS, PAGE, len(fields), floats)
+    block = BLOCK // PAGE * page + rest
+    raw = torch.zeros(NUM_BLOCKS * block // item, dtype=dtype)
+    cache = raw.as_strided(
+        (NUM_BLOCKS, NUM_HEADS, BLOCK, 2 * HEAD_SIZE),
+        (block // item, BLOCK * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1),
+    )
+    cut = BlockCut.of(block, page, BLOCK // PAGE)
+    pages = Pages.view_cut(cache, PAGE, cut, fields, merges, reads_part)
+    return raw.view(torch.uint8).view(NUM_BLOCKS, block), pages, cut
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rest", [0, 192, 4096])
+@pytest.mark.parametrize(
+    ("fields", "merges", "reads_part"),
+    [
+        (("attention",), False, False),
+        (("attention", "norm"), False, True),
+        (("attention",), True, False),
+    ],
+)
+def test_what_a_page_has_is_no_other_pages(dtype, rest, fields, merges, reads_part):
+    """Each part of each page of blocks 1 and 4 is written, and nothing of the others;
+    what was written last overwrites nothing of what was written first."""
+    raw, pages, cut = make(dtype, rest, fields, merges, reads_part)
+    numbers = cut.pages(torch.tensor([4, 1], dtype=torch.int32)).tolist()
+    parts = [pages.keys, pages.values, pages.births, *pages.state.values()]
+    parts += [pages.thresholds] if merges else []
+    values = [(part, number) for number in numbers for part in parts]
+    for value, (part, number) in enumerate(values, 1):
+        part[number] = value
+    for value, (part, number) in enumerate(values, 1):
+        assert (part[number] == value).all()
+    touched = raw.any(dim=1).tolist()
+    assert touched == [False, True, False, False, True]
+    assert not raw[:, len(raw[0]) - rest :].any(), "what no page takes"
+
+
+def test_a_page_of_its_block_is_where_it_says():
+    raw, pages, cut = make(torch.float32, 0, ("attention",), False, False)
+    number = cut.pages(torch.tensor([2]))[3]
+    pages.keys[number, 0, 0, 0] = 1.0
+    at = raw[2].view(torch.float32).nonzero().flatten().tolist()
+    assert at == [3 * pages.page_bytes // 4]
