@@ -1,7 +1,7 @@
 #!/bin/sh
 # A completion with a budget of its own, and what it got, by curl.
 #
-#     vllm serve path/to/model --kv-policy h2o --h2o-budget 512 --block-size 32
+#     vllm serve path/to/model --kv-policy h2o --h2o-budget 512
 #     sh examples/curl.sh http://localhost:8000 64
 set -eu
 server=$1

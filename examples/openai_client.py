@@ -1,6 +1,6 @@
 """A chat with a budget of its own, and one that keeps everything, over HTTP.
 
-vllm serve path/to/model --kv-policy h2o --h2o-budget 512 --block-size 32
+vllm serve path/to/model --kv-policy h2o --h2o-budget 512
 python examples/openai_client.py http://localhost:8000 256
 """
 

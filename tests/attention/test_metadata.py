@@ -44,13 +44,13 @@ class Layer:
         return self
 
 
-def build(scheduled, batch, **given):
+def build(scheduled, batch, block_size=BLOCK_SIZE, page_slots=0, **given):
     """Metadata of a step scheduled in one order, in a batch of another."""
     config = config_of(WINDOW, BUDGET, 48)
     plain = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=3, head_size=64, dtype=torch.float32
+        block_size=block_size, num_kv_heads=3, head_size=64, dtype=torch.float32
     )
-    spec = H2OAttentionSpec.of(plain, h2o_config(config), MAX_MODEL_LEN)
+    spec = H2OAttentionSpec.of(plain, h2o_config(config), MAX_MODEL_LEN, page_slots)
     builder = H2OCPUBuilder(spec, [], config, torch.device("cpu"))
     step, layer = StepRows(), Layer()
     step.request_ids = lambda: batch
@@ -88,7 +88,7 @@ def build(scheduled, batch, **given):
 def filled_blocks(common, spec, batch):
     first = spec.dense_columns
     row = common.block_table_tensor[batch.index("fills"), first:]
-    return row[: BUDGET // BLOCK_SIZE].tolist()
+    return spec.cut.pages(row[: BUDGET // spec.block_size]).tolist()
 
 
 @pytest.mark.parametrize("scheduled", [("old", "fills"), ("fills", "old")])
@@ -108,16 +108,17 @@ def test_mixed_batch():
     batch = ["chunk", "old", "ends", "fills", "whole", "fits", "read"]
     metadata, common, spec = build(tuple(ROWS), batch)
     resident, table = metadata.resident, common.block_table_tensor
-    assert resident.positions.tolist() == [150, BUDGET]
-    assert resident.first_queries.tolist() == [100 - WINDOW, 0]
+    assert resident.positions.tolist() == [150, BUDGET, 40]
+    assert resident.first_queries.tolist() == [100 - WINDOW, 0, BUDGET]
     first, used = spec.dense_columns, BUDGET // BLOCK_SIZE
-    assert torch.equal(resident.block_table, table[[1, 3], first : first + used])
-    assert metadata.resident_tokens.tolist() == [30, 47]
-    # What stays dense decodes as in stock. All queries of "ends" score, of "read" less
-    # than half.
-    assert metadata.stock_tokens.tolist() == [*range(30), *range(48, 111)]
-    assert metadata.stock.seq_lens.tolist() == [30, 41, 12, 70]
-    untouched = [*range(30), -1, *range(31, 47), -1, *range(48, 111)]
+    expected = [*table[[1, 3], first : first + used], table[4, :used]]
+    assert torch.equal(resident.block_table, torch.stack(expected))
+    assert metadata.resident_tokens.tolist() == [30, 47, 48]
+    assert metadata.dense is None
+    # All queries of "ends" score, of "read" less than half.
+    assert metadata.stock_tokens.tolist() == [*range(30), *range(49, 111)]
+    assert metadata.stock.seq_lens.tolist() == [30, 12, 70]
+    untouched = [*range(30), -1, *range(31, 47), -1, -1, *range(49, 111)]
     assert common.slot_mapping.tolist() == untouched
     # The chunk ends before its prompt's observation window, and nobody scores where
     # nothing will be evicted.
@@ -129,11 +130,25 @@ def test_mixed_batch():
     assert torch.equal(observed.resident_pages, table[2, first : first + used])
 
 
-def test_what_stays_dense_is_stocks():
-    metadata, common, _ = build(("whole",), ["whole"])
-    assert metadata.resident is None and metadata.stock_tokens is None
-    assert metadata.stock.seq_lens.tolist() == [41]
-    assert common.slot_mapping.tolist() == [0]
+@pytest.mark.parametrize("batch", [["whole"], ["old", "whole", "chunk", "fills"]])
+def test_what_stays_dense_is_apart_where_resident_blocks_are_cut(batch):
+    """Its pages are blocks, two of the others' each."""
+    metadata, common, spec = build(tuple(batch), batch, block_size=32, page_slots=16)
+    table, at = common.block_table_tensor, batch.index("whole")
+    assert metadata.dense.positions.tolist() == [40]
+    assert metadata.dense.first_queries.tolist() == [BUDGET]
+    assert torch.equal(metadata.dense.block_table, table[at : at + 1, : BUDGET // 32])
+    if len(batch) == 1:
+        assert metadata.resident is None and metadata.dense_tokens is None
+        assert common.slot_mapping.tolist() == [-1]
+        return
+    assert metadata.dense_tokens.tolist() == [1]
+    assert metadata.resident_tokens.tolist() == [0, 32]
+    first = spec.dense_columns
+    blocks = table[[0, 3], first : first + BUDGET // 32]
+    pages = torch.stack([2 * blocks, 2 * blocks + 1], dim=2).flatten(1)
+    assert torch.equal(metadata.resident.block_table, pages)
+    assert common.slot_mapping.tolist() == [-1, -1, *range(2, 32), -1]
 
 
 def test_scores_of_earlier_steps_are_there_for_every_group():

@@ -56,8 +56,9 @@ def test_without_options_vllm_is_untouched(stock):
 
 
 def test_budget_that_never_binds_gives_stock_tokens(stock, prompts):
-    """Where a request can not outgrow it, and where it could but ends before."""
-    options = OPTIONS | {"max_model_len": 2048}
+    """Where a request can not outgrow it, and where it could but ends before; the pages
+    of blocks of 128 differ between the two."""
+    options = OPTIONS | {"max_model_len": 2048, "block_size": 128}
     could, can_not = until(stock["tokens"]), [greedy(NUM_TOKENS)] * len(prompts)
     mixed = [*could[:3], *can_not[3:]]
     expected = [cut(tokens) for tokens in stock["tokens"]]

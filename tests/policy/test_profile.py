@@ -16,7 +16,7 @@ from vllm_h2o.policy.profile import (
     Spending,
     allocate,
     gate_in_json,
-    spending_order,
+    splits,
 )
 
 GRID = [64, 128, 256, 512, 1024]
@@ -69,14 +69,17 @@ def test_every_kv_head_spends_its_sum_and_no_page_is_used_twice(
 )
 def test_a_larger_budget_takes_nothing_from_anybody(starts, steps, fewest):
     """Whatever blocks are spent by, in stages; and no page moves."""
-    measured = profile(*[[falling(s) for s in layer] for layer in starts])
     budgets = np.cumsum(steps).tolist()
-    stages = [
-        Spending(measured.stretched(96 * b, 32 * b), b, 3 * b, 3 * more)
-        for b, more in zip(budgets, steps, strict=True)
-    ]
-    order = spending_order(stages, 32, fewest)
-    split = [order.blocks(budget) for budget in budgets]
+
+    def split_of(kv_heads):
+        curves = [[falling(s) for s in layer[kv_heads]] for layer in starts]
+        stages = [
+            Spending(profile(*curves).stretched(96 * b, 32 * b), b, 3 * b, 3 * more)
+            for b, more in zip(budgets, steps, strict=True)
+        ]
+        return stages, splits(stages, 32, fewest)
+
+    stages, split = split_of(slice(None))
     for blocks, budget in zip(split, budgets, strict=True):
         assert (blocks.sum(axis=0) == len(starts) * budget).all()
         assert (fewest <= blocks).all() and (blocks <= 3 * budget).all()
@@ -100,8 +103,8 @@ def test_a_larger_budget_takes_nothing_from_anybody(starts, steps, fewest):
     first = lend(split[0].tolist(), budgets[0])
     for mine, expected in zip(sum(pages, []), sum(first, []), strict=True):
         assert mine[: len(expected)] == expected
-    one = order.of_heads(slice(1, 2)).blocks(budgets[-1])
-    assert one[:, 0].tolist() == split[-1][:, 1].tolist()
+    _, one = split_of(slice(1, 2))
+    assert one[-1][:, 0].tolist() == split[-1][:, 1].tolist()
 
 
 def test_blocks_go_where_the_error_falls():

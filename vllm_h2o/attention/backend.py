@@ -6,6 +6,7 @@ class: `cpu_backend.py`, `cuda_backend.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -185,7 +186,15 @@ class H2OImpl(_StockImpl):
                 self.h2o, self._params, output[tokens],
             )  # fmt: skip
         if metadata.resident is not None:
-            self._forward_residents(query, key, value, metadata, output)
+            self._decode(
+                (query, key, value, output), metadata.resident,
+                metadata.resident_tokens, self._pages, self._params,
+            )  # fmt: skip
+        if metadata.dense is not None:
+            self._decode(
+                (query, key, value, output), metadata.dense,
+                metadata.dense_tokens, self._dense, self._dense_params,
+            )  # fmt: skip
         return output
 
     def scored_layer(
@@ -254,6 +263,7 @@ class H2OImpl(_StockImpl):
             self._bound, self.placements = (), None
             self.__dict__.pop("_pages", None)
             self.__dict__.pop("_dense", None)
+            self.__dict__.pop("_dense_params", None)
             self.__dict__.pop("_params", None)
 
     def _bind(self, kv_cache: torch.Tensor, spec: H2OAttentionSpec) -> None:
@@ -276,6 +286,9 @@ class H2OImpl(_StockImpl):
             group=self.num_heads // self.num_kv_heads,
             gate=self.gate,
             kernels=ops.kernels_of(kv_cache.device),
+        )
+        self._dense_params = dataclasses.replace(
+            self._params, layout=spec.layout, placements=None
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.
@@ -302,29 +315,27 @@ class H2OImpl(_StockImpl):
             )
             output[tokens] = part
 
-    def _forward_residents(
+    def _decode(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: H2OMetadata,
-        output: torch.Tensor,
+        batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rows: ResidentRows,
+        tokens: torch.Tensor | None,
+        pages: Pages,
+        params: DecodeParams,
     ) -> None:
-        assert metadata.resident is not None
-        tokens = metadata.resident_tokens
+        """Decode rows of a batch, its query, key, value and output."""
+        *inputs, output = batch
         if tokens is None:
-            rows = slice(0, len(metadata.resident.positions))
-            query, key, value = query[rows], key[rows], value[rows]
-            part = output[rows]
+            all_rows = slice(0, len(rows.positions))
+            query, key, value = (part[all_rows] for part in inputs)
+            mine = output[all_rows]
         else:
-            query, key, value = query[tokens], key[tokens], value[tokens]
-            part = torch.empty_like(output[: len(tokens)])
-        assert self._params.kernels is not None
-        self._params.kernels.decode_resident(
-            query, key, value, self._pages, metadata.resident, self._params, part
-        )
+            query, key, value = (part[tokens] for part in inputs)
+            mine = torch.empty_like(output[: len(tokens)])
+        assert params.kernels is not None
+        params.kernels.decode_resident(query, key, value, pages, rows, params, mine)
         if tokens is not None:
-            output[tokens] = part
+            output[tokens] = mine
 
 
 def _has_window(sliding_window: int | tuple[int, int]) -> bool:

@@ -48,8 +48,6 @@ class H2OCPUImpl(H2OImpl, CPUAttentionBackendImpl):
 class H2OCPUBuilder(H2OMetadataBuilder, CPUAttentionMetadataBuilder):
     """Asks for a layout of the cache that our kernel reads."""
 
-    decodes_dense_rows = False
-
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if not self.compresses:

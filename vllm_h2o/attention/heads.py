@@ -6,6 +6,9 @@ import functools
 import json
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
@@ -13,8 +16,7 @@ from vllm_h2o.policy.placement import PageOf, Placement, layouts_of, lend_by_bud
 from vllm_h2o.policy.profile import (
     HeadProfile,
     Spending,
-    SpendingOrder,
-    spending_order,
+    splits,
 )
 
 
@@ -45,25 +47,24 @@ class HeadBudgets:
         self._profile, self._config, self._ladder = profile, config, ladder
         self._page_slots, self._kv_heads = page_slots, kv_heads
         budgets = [self._pages_of(blocks) for blocks in ladder.budgets]
-        order = self._order(budgets, ladder.lengths)
+        of_model = self._splits_of(budgets, ladder.lengths)
         # Of any of the model's heads, or ranks would split differently.
-        self._richest = int(order.blocks(budgets[-1]).max())
-        own = order.of_heads(kv_heads)
-        self._splits = [own.blocks(pages).tolist() for pages in budgets]
+        self._richest = int(of_model[-1].max())
+        self._splits = [split[:, kv_heads].tolist() for split in of_model]
 
     def _pages_of(self, budget_blocks: int) -> int:
         return budget_blocks * self._ladder.block_size // self._page_slots
 
-    def _order(
+    def _splits_of(
         self, budgets: Sequence[int], lengths: Sequence[int], most: int | None = None
-    ) -> SpendingOrder:
+    ) -> list[npt.NDArray[np.int64]]:
         size = self._page_slots
         fewest = SlotLayout.fewest_blocks(self._config, size)
         profile = self._profile
         curves = json.dumps(
             [profile.grid_tokens, profile.errors, "", profile.context_tokens]
         )
-        return _ordered(curves, tuple(budgets), tuple(lengths), size, fewest, most)
+        return _splits(curves, tuple(budgets), tuple(lengths), size, fewest, most)
 
     @functools.cached_property
     def _pages(self) -> list[list[list[PageOf]]]:
@@ -85,8 +86,8 @@ class HeadBudgets:
             served = int(budget_blocks * ladder.block_size / ladder.share)
             longest = min(served, longest)
         budget = self._pages_of(budget_blocks)
-        order = self._order([budget], [longest], self._richest)
-        return order.of_heads(self._kv_heads).blocks(budget).tolist()
+        (of_model,) = self._splits_of([budget], [longest], self._richest)
+        return of_model[:, self._kv_heads].tolist()
 
     def placement(self, budget_blocks: int, climbs: bool = True) -> Placement:
         """Where these are; arguments as of `split`."""
@@ -140,14 +141,14 @@ def _richest_layer(split: Sequence[Sequence[int]], num_kv_heads: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _ordered(
+def _splits(
     curves: str,
     budgets: tuple[int, ...],
     lengths: tuple[int, ...],
     block_size: int,
     fewest: int,
     richest: int | None,
-) -> SpendingOrder:
+) -> list[npt.NDArray[np.int64]]:
     """Once for all that ask at startup: long contexts and many layers take seconds."""
     profile = HeadProfile(*json.loads(curves))
     stages: list[Spending] = []
@@ -161,4 +162,4 @@ def _ordered(
         if richest is not None:
             most = min(most, richest)
         stages.append(Spending(stretched, blocks, most, more))
-    return spending_order(stages, block_size, fewest)
+    return splits(stages, block_size, fewest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +37,16 @@ class H2OMetadata:
 
     Attributes:
         spec: Of the layers.
-        stock: Metadata of the rows that the stock backend attends to, prefilling ones
-            and such as stay dense, or None.
+        stock: Metadata of the prefilling rows that the stock backend attends to, or
+            None.
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
         observed: Prefilling rows with observation queries or their transition.
         resident: The resident rows, or None.
         resident_tokens: `[num_rows]` int64 indices; None: the whole batch, one
             token per row.
+        dense: Rows that decode and stay dense, where their pages are not those of
+            resident rows; else they are among the latter.
+        dense_tokens: As of the resident rows.
     """
 
     spec: H2OAttentionSpec
@@ -52,6 +55,8 @@ class H2OMetadata:
     observed: list[ObservedPrompt] = field(default_factory=list)
     resident: ResidentRows | None = None
     resident_tokens: torch.Tensor | None = None
+    dense: ResidentRows | None = None
+    dense_tokens: torch.Tensor | None = None
 
 
 class H2OMetadataBuilder(_Stock):
@@ -71,9 +76,6 @@ class H2OMetadataBuilder(_Stock):
     # Whether our kernel attends in prompts' steps in which most queries score: then
     # stock's need not compute their logits too.
     attends_observed = False
-    # Whether our kernel decodes rows that stay dense too: stock's would take a step out
-    # of the full graph.
-    decodes_dense_rows = True
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -86,13 +88,16 @@ class H2OMetadataBuilder(_Stock):
         self.layers: Sequence[Any] = ()
         self.by_head: Sequence[Any] = ()
         self.placements = RowPlacements()
-        # What decodes dense blocks reads pages as vLLM has them.
-        assert self.spec.cut.per_block == 1 or not self.decodes_dense_rows
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
         scratch = self._decode_scratch(vllm_config, max_rows)
         blocks = self.layout.budget_blocks
         self._tensors = RowTensors(max_rows, blocks, device, scratch)
+        # Rows that stay dense, where their pages are not alike.
+        self._dense_tensors: RowTensors | None = None
+        if self.spec.cut.per_block > 1:
+            dense = self.spec.layout.budget_blocks
+            self._dense_tensors = RowTensors(max_rows, dense, device, None)
 
     def _decode_scratch(self, vllm_config: VllmConfig, max_rows: int) -> Any:
         """What the platform's decode kernels need beside their rows."""
@@ -135,41 +140,76 @@ class H2OMetadataBuilder(_Stock):
         assert self.step is not None
         metadata = H2OMetadata(self.spec)
         decodes = rows.decodes
-        ours = decodes if self.decodes_dense_rows else decodes & ~rows.stay_dense
-        stock = ~ours
         if not decodes.all():
             prompts = np.flatnonzero(~decodes).tolist()
             metadata.observed = self._observed(common, rows, prompts)
-            stock[[i for i in prompts if self._attends(common, rows.row(i))]] = False
-        if stock.any():
-            chosen = torch.from_numpy(np.flatnonzero(stock))
-            dense, metadata.stock_tokens = select_rows(common, chosen)
-            metadata.stock = super().build(common_prefix_len, dense, fast_build)
-        if ours.any():
+            stock = [i for i in prompts if not self._attends(common, rows.row(i))]
+            if stock:
+                index = torch.tensor(stock)
+                dense, metadata.stock_tokens = select_rows(common, index)
+                metadata.stock = super().build(common_prefix_len, dense, fast_build)
+        if decodes.any():
             self._let_grow(common, rows)
             self._switch_to_head_budgets(common, rows)
-            self._add_resident(metadata, common, rows, np.flatnonzero(ours).tolist())
+            self._add_decodes(metadata, common, rows)
         for watcher in self.step.watchers:
             watcher(self, common.block_table_tensor, rows)
         return metadata
 
-    def _add_resident(
+    def _add_decodes(
         self,
         metadata: H2OMetadata,
         common: CommonAttentionMetadata,
         rows: ResidencyPlan,
-        decodes: list[int],
     ) -> None:
-        # Our kernel writes the tokens of these rows; the stock update skips slot -1.
-        if len(decodes) == len(rows.request_ids):
-            metadata.resident = self._resident(common, rows)
+        """Those that stay dense apart, where their pages are not alike."""
+        decodes = rows.decodes
+        if self._dense_tensors is not None:
+            dense = rows.stay_dense
+            decodes &= ~dense
+            if dense.any():
+                metadata.dense, metadata.dense_tokens = self._rows_of(
+                    dense, common, rows, self._dense
+                )
+        if decodes.any():
+            metadata.resident, metadata.resident_tokens = self._rows_of(
+                decodes, common, rows, self._resident
+            )
+
+    def _rows_of(
+        self,
+        chosen: npt.NDArray[np.bool_],
+        common: CommonAttentionMetadata,
+        rows: ResidencyPlan,
+        make: Callable[[CommonAttentionMetadata, ResidencyPlan], ResidentRows],
+    ) -> tuple[ResidentRows, torch.Tensor | None]:
+        """Chosen rows that decode, and their tokens; None: the whole batch.
+
+        Our kernel writes these tokens, as the stock update skips slot -1.
+        """
+        if chosen.all():
+            made = make(common, rows)
             common.slot_mapping[: common.num_actual_tokens].fill_(-1)
-            return
-        part, tokens = select_rows(common, torch.tensor(decodes))
+            return made, None
+        index = np.flatnonzero(chosen)
+        part, tokens = select_rows(common, torch.from_numpy(index))
         assert tokens is not None
-        metadata.resident = self._resident(part, rows.select(decodes))
-        metadata.resident_tokens = tokens
+        made = make(part, rows.select(index.tolist()))
         common.slot_mapping.index_fill_(0, tokens, -1)
+        return made, tokens
+
+    def _dense(
+        self, common: CommonAttentionMetadata, plan: ResidencyPlan
+    ) -> ResidentRows:
+        """Rows that stay dense, by their dense blocks."""
+        assert self._dense_tensors is not None
+        num_rows = common.num_reqs
+        rows = self._dense_tensors.rows(num_rows)
+        torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
+        async_tensor_h2d(plan.first_queries, out=rows.first_queries)
+        table = common.block_table_tensor[:num_rows]
+        rows.block_table.copy_(table[:, : rows.block_table.shape[1]])
+        return rows
 
     def _build_dummy(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool
@@ -216,7 +256,8 @@ class H2OMetadataBuilder(_Stock):
         table = common.block_table_tensor[:num_rows]
         resident = self.resident_pages(table, self.layout.budget)
         if plan.stay_dense.any():
-            assert self.decodes_dense_rows
+            # Pages are blocks, as no query has scored what is in dense ones.
+            assert self._dense_tensors is None
             stay = (rows.positions < rows.first_queries)[:, None]
             dense = table[:, : resident.shape[1]]
             torch.where(stay, dense, resident, out=rows.block_table)

@@ -226,41 +226,6 @@ def gate_in_json(weights: npt.ArrayLike, explained: float) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class SpendingOrder:
-    """The order in which the KV heads of each index get a request's blocks.
-
-    Every larger budget gives each head what a smaller one does, and more: a budget's
-    split is where spending has come to.
-
-    Attributes:
-        num_layers: Heads of an index, one in each layer that evicts.
-        fewest: Blocks that every head has before spending begins.
-        layers: `[num_kv_heads, n]` int32, the layer whose head gets the next block.
-    """
-
-    num_layers: int
-    fewest: int
-    layers: npt.NDArray[np.int32]
-
-    def of_heads(self, kv_heads: slice) -> SpendingOrder:
-        """The order of some of the KV heads, such as a rank's."""
-        return SpendingOrder(self.num_layers, self.fewest, self.layers[kv_heads])
-
-    def blocks(self, budget_blocks: int) -> npt.NDArray[np.int64]:
-        """`[num_layers, num_kv_heads]` blocks of a budget.
-
-        Args:
-            budget_blocks: Of a head on average.
-        """
-        spent = self.num_layers * (budget_blocks - self.fewest)
-        counts = [
-            np.bincount(layers[:spent], minlength=self.num_layers)
-            for layers in self.layers
-        ]
-        return np.stack(counts, axis=1) + self.fewest
-
-
-@dataclass(frozen=True)
 class Spending:
     """What blocks are spent by, up to a budget.
 
@@ -278,9 +243,9 @@ class Spending:
     more_blocks: int | None = None
 
 
-def spending_order(
+def splits(
     stages: Sequence[Spending], block_size: int, fewest_blocks: int
-) -> SpendingOrder:
+) -> list[npt.NDArray[np.int64]]:
     """Spend `num_layers * budget_blocks` blocks per KV head where errors fall most.
 
     Heads of the same index in different layers share: so every tensor-parallel
@@ -291,13 +256,15 @@ def spending_order(
             budgets and longest sequences ascend.
         block_size: Tokens per block.
         fewest_blocks: No head gets less.
+
+    Returns:
+        `[num_layers, num_kv_heads]` blocks at the end of each stage; no head has less
+        than in the one before.
     """
-    num_layers, num_kv_heads = (
-        stages[0].profile.num_layers,
-        stages[0].profile.num_kv_heads,
-    )
+    num_layers = stages[0].profile.num_layers
+    num_kv_heads = stages[0].profile.num_kv_heads
     given = [[fewest_blocks] * num_layers for _ in range(num_kv_heads)]
-    order: list[list[int]] = [[] for _ in range(num_kv_heads)]
+    found = []
     for stage in stages:
         profile, most = stage.profile, max(stage.max_blocks, fewest_blocks)
         # Nothing falls any more past what was measured.
@@ -313,8 +280,9 @@ def spending_order(
             caps = [most] * num_layers
             if stage.more_blocks is not None:
                 caps = [min(most, n + stage.more_blocks) for n in given[head]]
-            order[head] += _spend(curves, total, fewest_blocks, caps, given[head])
-    return SpendingOrder(num_layers, fewest_blocks, np.array(order, np.int32))
+            _spend(curves, total, fewest_blocks, caps, given[head])
+        found.append(np.array(given).T)
+    return found
 
 
 def allocate(
@@ -324,10 +292,10 @@ def allocate(
     max_blocks: int,
     fewest_blocks: int,
 ) -> list[list[int]]:
-    """`[num_layers][num_kv_heads]` blocks of one budget; see `spending_order`."""
+    """`[num_layers][num_kv_heads]` blocks of one budget; see `splits`."""
     spending = Spending(profile, budget_blocks, max_blocks)
-    order = spending_order([spending], block_size, fewest_blocks)
-    return order.blocks(budget_blocks).tolist()
+    (split,) = splits([spending], block_size, fewest_blocks)
+    return split.tolist()
 
 
 def _curve(
@@ -342,8 +310,8 @@ def _curve(
 
 def _spend(
     curves: list[Curve], total: int, fewest: int, most: list[int], given: list[int]
-) -> list[int]:
-    """The curves that get a block, one after the other: the steepest fall goes first.
+) -> None:
+    """Give curves blocks, one after the other: the steepest fall goes first.
 
     Looking ahead over several blocks is what makes a greedy choice right where a
     curve falls late.
@@ -355,7 +323,6 @@ def _spend(
         most: No curve gets more than its own.
         given: Blocks of each curve, updated in place.
     """
-    order: list[int] = []
     left = total - sum(given)
 
     def steepest(i: int) -> tuple[float, int]:
@@ -370,7 +337,6 @@ def _spend(
             break
         given[choice] += step
         left -= step
-        order += [choice] * step
         for i in range(len(curves)):
             if i == choice or falls[i][1] > left:
                 falls[i] = steepest(i)
@@ -381,8 +347,6 @@ def _spend(
         poorest = min(able, key=given.__getitem__)
         given[poorest] += 1
         left -= 1
-        order.append(poorest)
-    return order
 
 
 def _steepest(curve: Curve, start: int, most: int) -> tuple[float, int]:
