@@ -90,6 +90,31 @@ def test_the_next_turn_finds_the_answer_where_nothing_could_be_evicted(plain, ca
     assert_pool_whole(cached)
 
 
+def test_a_block_is_hit_in_the_step_that_fills_it(plain, cached):
+    """By a prompt that goes on from an answer: what stays dense is published as stock's
+    is, before its token has been written."""
+    prompt, question = prompts_of(103, 20)
+    (answer,) = generate(plain, [prompt], NUM_TOKENS)
+    known = 4 * BLOCK_SIZE
+    turn = (prompt + answer)[:known] + question
+    parameters = greedy(4, logprobs=0, flat_logprobs=True)
+    (expected,) = plain.generate([{"prompt_token_ids": turn}], parameters)
+    engine_, found = cached.llm_engine, {}
+    add(cached, "answered", prompt, NUM_TOKENS)
+    for _ in range(known - len(prompt)):  # the next fills the block
+        engine_.step()
+    engine_.add_request("turn", {"prompt_token_ids": turn}, parameters)
+    request_steps = watch_prefill(cached)
+    while engine_.has_unfinished_requests():
+        found |= {output.request_id: output for output in engine_.step()}
+    assert request_steps() == len(turn) - known, "it hits what is filled in its step"
+    assert list(found["answered"].outputs[0].token_ids) == answer
+    actual, expected = found["turn"].outputs[0], expected.outputs[0]
+    assert actual.token_ids == expected.token_ids
+    ours, theirs = (list(x.logprobs.logprobs) for x in (actual, expected))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
 def watch_prefill(llm):
     """Return a function that tells the prompt tokens computed since."""
     counted = []

@@ -163,9 +163,9 @@ class H2OMetadataBuilder(_Stock):
         rows: ResidencyPlan,
     ) -> None:
         """Those that stay dense apart, where their pages are not alike."""
-        decodes = rows.decodes
+        decodes, dense = rows.decodes, rows.stay_dense
+        self._skip_stock_update(common, decodes & ~dense)
         if self._dense_tensors is not None:
-            dense = rows.stay_dense
             decodes &= ~dense
             if dense.any():
                 metadata.dense, metadata.dense_tokens = self._rows_of(
@@ -183,30 +183,41 @@ class H2OMetadataBuilder(_Stock):
         rows: ResidencyPlan,
         make: Callable[[CommonAttentionMetadata, ResidencyPlan], ResidentRows],
     ) -> tuple[ResidentRows, torch.Tensor | None]:
-        """Chosen rows that decode, and their tokens; None: the whole batch.
-
-        Our kernel writes these tokens, as the stock update skips slot -1.
-        """
+        """Chosen rows that decode, and their tokens; None: the whole batch."""
         if chosen.all():
-            made = make(common, rows)
-            common.slot_mapping[: common.num_actual_tokens].fill_(-1)
-            return made, None
+            return make(common, rows), None
         index = np.flatnonzero(chosen)
         part, tokens = select_rows(common, torch.from_numpy(index))
-        assert tokens is not None
-        made = make(part, rows.select(index.tolist()))
-        common.slot_mapping.index_fill_(0, tokens, -1)
-        return made, tokens
+        return make(part, rows.select(index.tolist())), tokens
+
+    def _skip_stock_update(
+        self, common: CommonAttentionMetadata, residents: npt.NDArray[np.bool_]
+    ) -> None:
+        """Let vLLM not write the tokens of rows: slot -1 says so.
+
+        Our kernel writes them, to their slots. What stays dense vLLM writes too, before
+        any row attends: a block may be another request's hit in the very step that
+        fills it.
+        """
+        if residents.all():
+            common.slot_mapping[: common.num_actual_tokens].fill_(-1)
+        elif residents.any():
+            rows = torch.from_numpy(np.flatnonzero(residents))
+            tokens = common.query_start_loc_cpu[rows].long()
+            on_device = async_tensor_h2d(tokens, common.slot_mapping.device)
+            common.slot_mapping.index_fill_(0, on_device, -1)
 
     def _dense(
         self, common: CommonAttentionMetadata, plan: ResidencyPlan
     ) -> ResidentRows:
         """Rows that stay dense, by their dense blocks."""
         assert self._dense_tensors is not None
+        assert (plan.num_scheduled_tokens == 1).all()
         num_rows = common.num_reqs
         rows = self._dense_tensors.rows(num_rows)
         torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
-        async_tensor_h2d(plan.first_queries, out=rows.first_queries)
+        first_queries = plan.first_queries
+        async_tensor_h2d(first_queries, out=rows.first_queries[: len(first_queries)])
         table = common.block_table_tensor[:num_rows]
         rows.block_table.copy_(table[:, : rows.block_table.shape[1]])
         return rows
