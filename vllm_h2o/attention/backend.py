@@ -64,8 +64,7 @@ class DenseMetadata:
 class H2OBackend(_StockBackend):
     """Turns the specs of full-attention layers into H2O's."""
 
-    # Pages of resident blocks, see `policy.geometry`: 0 where kernels of ours decode
-    # dense blocks too.
+    # Of resident blocks, see `policy.geometry`; 0: pages are blocks.
     most_page_slots = 0
 
     @classmethod
@@ -271,10 +270,8 @@ class H2OImpl(_StockImpl):
         bound = (kv_cache.data_ptr(), kv_cache.shape, self.placements, self.h2o, spec)
         if bound == self._bound:
             return
-        self._dense, self._pages = (
-            self.view(kv_cache),
-            self.view_resident(kv_cache, spec),
-        )
+        self._dense = self.view(kv_cache)
+        self._pages = self.view_resident(kv_cache, spec)
         self._params = DecodeParams(
             layout=spec.page_layout,
             scale=self.scale,

@@ -214,10 +214,7 @@ class H2OMetadataBuilder(_Stock):
         assert self._dense_tensors is not None
         assert (plan.num_scheduled_tokens == 1).all()
         num_rows = common.num_reqs
-        rows = self._dense_tensors.rows(num_rows)
-        torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
-        first_queries = plan.first_queries
-        async_tensor_h2d(first_queries, out=rows.first_queries[: len(first_queries)])
+        rows = self._dense_tensors.begin(num_rows, common.seq_lens, plan.first_queries)
         table = common.block_table_tensor[:num_rows]
         rows.block_table.copy_(table[:, : rows.block_table.shape[1]])
         return rows
@@ -246,17 +243,12 @@ class H2OMetadataBuilder(_Stock):
     def _resident(
         self, common: CommonAttentionMetadata, plan: ResidencyPlan
     ) -> ResidentRows:
-        """The rows of a batch of decodes; rows after those of the plan are padding.
-
-        vLLM pads `seq_lens` with 0, which makes the position of padding -1.
-        """
+        """The rows of a batch of decodes; rows after those of the plan are padding."""
         assert (plan.num_scheduled_tokens == 1).all()
         num_rows = common.num_reqs
-        rows = self._tensors.rows(num_rows)
-        torch.sub(common.seq_lens[:num_rows], 1, out=rows.positions)
-        first_queries = plan.first_queries
-        async_tensor_h2d(first_queries, out=rows.first_queries[: len(first_queries)])
-        placements = self.placements.of_rows(plan)
+        rows = self._tensors.begin(num_rows, common.seq_lens, plan.first_queries)
+        if rows.logit_starts is not None or rows.placements is not None:
+            placements = self.placements.of_rows(plan)
         if rows.logit_starts is not None:
             starts = self._pack(plan, placements)
             async_tensor_h2d(starts, out=rows.logit_starts[: len(starts)])

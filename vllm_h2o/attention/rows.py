@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -59,6 +60,22 @@ class RowTensors:
                 self._grown_at[:num_rows] if self._has_placements else None,
             )
         return self._views[num_rows]
+
+    def begin(
+        self, num_rows: int, seq_lens: torch.Tensor, first_queries: npt.NDArray[Any]
+    ) -> ResidentRows:
+        """The first rows, with what all have of a step; later ones are padding.
+
+        Args:
+            num_rows: Of the batch, padding included.
+            seq_lens: `[>= num_rows]` tokens of each with this step's; of padding 0,
+                which makes its position -1.
+            first_queries: Of rows that are no padding.
+        """
+        rows = self.rows(num_rows)
+        torch.sub(seq_lens[:num_rows], 1, out=rows.positions)
+        async_tensor_h2d(first_queries, out=rows.first_queries[: len(first_queries)])
+        return rows
 
     def padding(self, num_rows: int) -> ResidentRows:
         """Rows that touch no page."""
