@@ -107,10 +107,10 @@ class Cell:
             check_system(contender.system)
         block_size = (ENGINE_ARGS | self.engine_args)["block_size"]
         for budget in workload.budgets:
-            if (tokens := workload.budget_tokens(budget)) <= block_size:
+            if (tokens := workload.budget_tokens(budget)) < block_size:
                 raise ValueError(
                     f"--budgets {budget} of {workload.name} at --scale {self.scale:g} "
-                    f"is {tokens} tokens, less than two blocks of {block_size}: use "
+                    f"is {tokens} tokens, less than a block of {block_size}: use "
                     "a larger one, or a smaller block_size in --engine-args"
                 )
         if self.restart_every is not None and not (

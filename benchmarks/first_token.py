@@ -55,7 +55,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--budget",
         type=int,
         default=20,
-        help="%% of the prompt, and two blocks at least",
+        help="%% of the prompt, and a block at least",
     )
     parser.add_argument("--policy", default="h2o", help="the preset that evicts")
     parser.add_argument("--dtype", default=ENGINE_ARGS["dtype"], help="of the model")

@@ -7,7 +7,8 @@ All read the same pages, far more than the last-level cache holds, in turns:
 a plain streaming loop, vLLM's op over a full-length context, our kernel over a
 budget of that length (every step graduates and scores), ours with budgets by head,
 ours reading a part of the pages as the preset `mpcache` does (in GB of what is held),
-ours merging what it drops, and ours built without scores and graduation. Prints GB of
+ours merging what it drops, ours with as many tokens in int8 (in GB of what they take in
+the model's type), and ours built without scores and graduation. Prints GB of
 KV per second and the ratios turn by turn, and writes JSON. Wants a machine with nothing
 else on it: threads of both wait for each other.
 """
@@ -36,15 +37,17 @@ from vllm_h2o.attention.ops.cpu import library as c_library
 from vllm_h2o.attention.pages import FIELDS, Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.methods import Mean
 from vllm_h2o.policy.options import share_of
 from vllm_h2o.policy.presets import PRESETS
 from vllm_h2o.policy.profile import HeadProfile, allocate
+from vllm_h2o.policy.quantization import NUM_SCALES
 
 STREAM, STOCK, OURS, HEADS, BARE = "stream", "stock", "h2o", "h2o by head", "bare"
-PART, MERGING = "mpcache", "h2o merging"
-SYSTEMS = (STREAM, STOCK, OURS, HEADS, PART, MERGING, BARE)
+PART, MERGING, ROUNDED = "mpcache", "h2o merging", "h2o int8"
+SYSTEMS = (STREAM, STOCK, OURS, HEADS, PART, MERGING, ROUNDED, BARE)
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64  # SmolLM2-135M
 
 
@@ -111,7 +114,10 @@ class State:
         order = torch.randperm(args.rows * columns) + 1
         self.block_table = order.view(args.rows, columns).int()
         self.layers = [Pages.view(cache, FIELDS, True, True) for cache in self.caches]
-        for pages in self.layers:
+        self.rounded = [
+            _rounded_pages(1 + args.rows * columns, size) for _ in range(args.layers)
+        ]
+        for pages in self.layers + self.rounded:
             pages.attention.uniform_()
             pages.births.zero_()
         config = H2OConfig(budget=self.context)
@@ -149,6 +155,7 @@ class State:
             HEADS: lambda: self.run_ours(self.by_head),
             PART: lambda: self.run_ours([self.part] * len(self.layers)),
             MERGING: lambda: self.run_ours([self.merging] * len(self.layers)),
+            ROUNDED: lambda: self.run_ours(self.uniform, self.rounded),
             BARE: self.run_bare,
         }
         passes[system]()
@@ -179,7 +186,9 @@ class State:
                 None,
             )  # fmt: skip
 
-    def run_ours(self, params: Sequence[DecodeParams]) -> None:
+    def run_ours(
+        self, params: Sequence[DecodeParams], layers: Sequence[Pages] | None = None
+    ) -> None:
         """Our kernel, one step of every layer."""
         placement = BY_HEAD if params[0].placements else UNIFORM
         rows = ResidentRows(
@@ -190,14 +199,14 @@ class State:
         )
         self.position += 1
         step = self.step
-        for pages, mine in zip(self.layers, params, strict=True):
+        for pages, mine in zip(layers or self.layers, params, strict=True):
             cpu.decode_resident(
                 step.query, step.key, step.value, pages, rows, mine, step.output
             )
 
     def run_bare(self) -> None:
         """Our kernel without scores and graduation."""
-        with patch.object(cpu, "_library", lambda: self.bare):
+        with patch.object(cpu, "_library", lambda quantized=False: self.bare):
             self.run_ours(self.uniform)
 
 
@@ -210,6 +219,19 @@ def _full_cache(num_blocks: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     raw.view(num_blocks, stride)[:, page:] = 0
     shape = (num_blocks, NUM_KV_HEADS, size, 2 * HEAD_SIZE)
     return raw.as_strided(shape, (stride, size * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1))
+
+
+def _rounded_pages(num_blocks: int, size: int) -> Pages:
+    page = NUM_KV_HEADS * size * 2 * HEAD_SIZE
+    stride = page + state_bytes(NUM_KV_HEADS, size, len(FIELDS) + NUM_SCALES)
+    raw = torch.randint(-127, 128, (num_blocks * stride,), dtype=torch.int8)
+    shape = (num_blocks, NUM_KV_HEADS, size, 2 * HEAD_SIZE)
+    cache = raw.as_strided(shape, (stride, size * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1))
+    pages = Pages.view_cut(cache, size, BlockCut(1, 1, 1, stride), quantized=True)
+    for scales in (pages.key_scales, pages.value_scales):
+        assert scales is not None
+        scales.fill_(1 / 40)
+    return pages
 
 
 def _uneven_blocks(args: argparse.Namespace, columns: int) -> list[list[int]]:
@@ -276,6 +298,7 @@ def _ratios(rates: dict[str, list[float]]) -> dict[str, Any]:
         "by_head_over_h2o": over(HEADS, OURS),
         "mpcache_over_h2o": over(PART, OURS),
         "merging_over_h2o": over(MERGING, OURS),
+        "int8_over_h2o": over(ROUNDED, OURS),
         "share_of_scores_and_graduation": spread(1 - a / b for a, b in pairs),
     }
 

@@ -59,6 +59,7 @@ H2O: Variant = ("h2o", "h2o", {})
 UNIFORM: Variant = ("h2o uniform", "h2o", {"head_budgets": "uniform"})
 OURS = [H2O, UNIFORM, ("h2o-paper", "h2o-paper", {}), ("streaming", "streaming", {})]
 BY_ATTENTION = {"prompt_score": "attention"}
+INT8: Variant = ("h2o int8", "h2o", {"resident_dtype": "int8"})
 ATTENTION: Variant = ("h2o prompt_score=attention", "h2o", BY_ATTENTION)
 CAKE: Variant = ("cake", "cake", {})
 READS_OR_MERGES: list[Variant] = [
@@ -133,6 +134,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--texts", default="", help="a folder of .txt: their loss only")
     parser.add_argument("--context", type=int, help="tokens of a text: the loss only")
     parser.add_argument("--max-model-len", type=int, default=0, help="of the engine")
+    parser.add_argument("--dtype", default="", help="of the engine's model")
     parser.add_argument(
         "--budgets", type=float, nargs="+", help="with these three; default: 0.2 0.1"
     )
@@ -204,12 +206,15 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
         "scored_tokens": OTHER_SCORED_TOKENS,
         "texts": args.texts,
         "max_model_len": args.max_model_len,
+        "dtype": args.dtype,
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in args.budgets or OTHER_BUDGETS:
         share: Variant = ("h2o share", "h2o", {"budget": f"{100 * fraction:g}%"})
         yield from _ours(
-            [H2O, share, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES], fraction, work
+            [H2O, share, INT8, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES],
+            fraction,
+            work,
         )
         yield from _peers(PRESSES, fraction, work)
         budget = tokens_of(fraction, work["context_tokens"])
@@ -222,8 +227,8 @@ def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
         work |= {"per_depth": 2}
     asked_later = work | {"question_known": False}
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
-    yield from _ours(OURS[:2], 0.2, work)
-    yield from _ours([H2O], 0.2, asked_later)
+    yield from _ours([*OURS[:2], INT8], 0.2, work)
+    yield from _ours([H2O, INT8], 0.2, asked_later)
     if not full:
         return
     lists = work | {"context_tokens": LIST_TOKENS, "tasks": ["keyvalue", "counting"]}

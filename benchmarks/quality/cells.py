@@ -55,6 +55,7 @@ class Cell:
         references: Folder of the full cache's log-softmax per text, or "".
         texts: Folder of .txt files, each a kind; "" for the kinds of `texts.py`.
         max_model_len: Of the engine; 0: what the texts need.
+        dtype: Of the engine's model; "": that of all benchmarks.
     """
 
     system: str
@@ -75,6 +76,7 @@ class Cell:
     references: str = ""
     texts: str = ""
     max_model_len: int = 0
+    dtype: str = ""
 
     @property
     def name(self) -> str:

@@ -73,7 +73,7 @@ class Engine:
             max_model_len=cell.max_model_len or cell.context_tokens + 64,
             enable_prefix_caching=False,
             logits_processors=[processor()],
-            **ENGINE_ARGS,
+            **ENGINE_ARGS | ({"dtype": cell.dtype} if cell.dtype else {}),
             **h2o,
         )
         self.tokenizer = self.llm.get_tokenizer()

@@ -17,6 +17,7 @@ from vllm_h2o.attention.ops.cpu import library as c_library
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.merging import NO_THRESHOLD
 from vllm_h2o.policy.methods import Mean, Sum
@@ -61,19 +62,25 @@ def make_cache(dtype, num_kv_heads, head_size, block_size):
     )
 
 
-def pages_of(cache, params):
-    pages = Pages.view(cache, merges=params.merge, reads_part=params.read < 1.0)
+def pages_of(cache, params, quantized=False):
+    options = {"merges": params.merge, "reads_part": params.read < 1.0}
+    if quantized:  # in blocks that are longer than their only page
+        cut = BlockCut(1, 1, 1, cache.stride(0) * cache.element_size())
+        return Pages.view_cut(cache, cache.shape[2], cut, **options, quantized=True)
+    pages = Pages.view(cache, **options)
     if params.merge:
         pages.thresholds.fill_(NO_THRESHOLD)
     return pages
 
 
-def run(op, params, dtype, heads, head_size, steps, seed=0, mixed_starts=(0, 5)):
+def run(
+    op, params, dtype, heads, head_size, steps, quantized=False, mixed_starts=(0, 5)
+):
     """Decode `steps` tokens of some rows; return outputs and the cache."""
     num_heads, num_kv_heads = heads
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     cache = make_cache(dtype, num_kv_heads, head_size, params.layout.block_size)
-    pages = pages_of(cache, params)
+    pages = pages_of(cache, params, quantized)
     num_rows = len(mixed_starts)
     blocks = torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1
     width = params.layout.budget_blocks
@@ -160,6 +167,72 @@ def test_kernel_equals_reference(name, heads):
             torch.testing.assert_close(pages.thresholds, expected_pages.thresholds)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [pytest.param((9, 3), marks=CHECK), (10, 2)])
+@pytest.mark.parametrize(
+    "name", ["mean", "decay", "softcap", "streaming", "reads a part", "blocks of 48"]
+)
+def test_int8_equals_reference(name, dtype, heads):
+    """Its bytes too: both round once, and alike."""
+    arguments = (CASES[name], dtype, heads, 80, 130, True)
+    expected, expected_pages, table = run(reference.decode_resident, *arguments)
+    used = table.flatten().long()
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (1.6e-2, 4e-3)
+    for number in THREADS:
+        actual, pages, _ = run_kernel(number, *arguments)
+        assert pages.keys.dtype == torch.int8
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+        for part in ("keys", "values", "key_scales", "value_scales", "births"):
+            ours, theirs = getattr(pages, part)[used], getattr(expected_pages, part)
+            torch.testing.assert_close(ours, theirs[used], equal_nan=True)
+        torch.testing.assert_close(
+            pages.attention[used], expected_pages.attention[used], rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_near_what_it_rounds(dtype):
+    # Before anything competes the same tokens are there, each within half a step.
+    arguments = (params_of(mean=True), dtype, (9, 3), 64, 40)
+    exact, exact_pages, table = run(reference.decode_resident, *arguments)
+    rounded, pages, _ = run(reference.decode_resident, *arguments, True)
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=0.1)
+    assert not torch.equal(rounded, exact)
+    used = table.flatten().long()[[0, 1, 3, 4]]
+    for steps, scales, exact in (
+        (pages.values, pages.value_scales[..., None], exact_pages.values),
+        (pages.keys, pages.key_scales[:, :, None], exact_pages.keys),
+    ):
+        error = (steps.float() * scales - exact.float())[used].abs()
+        assert (error <= 0.51 * scales[used]).all()
+        assert (error > 0.3 * scales[used]).any()
+
+
+@pytest.mark.parametrize("bad", [0.0, 1e-44, float("nan"), float("inf")])
+def test_int8_of_odd_vectors_equals_reference(bad):
+    """Zeros, what is too small to be divided, and what no type holds."""
+    results = []
+    for op in (reference.decode_resident, cpu.decode_resident):
+        generator = torch.Generator().manual_seed(1)
+        params = params_of()
+        pages = pages_of(make_cache(torch.float32, 3, 64, 16), params, True)
+        table = torch.tensor([[7, 3, 11]], dtype=torch.int32)
+        for position in range(3):
+            query, key, value = torch.randn(3, 1, 3, 64, generator=generator)
+            if position == 1:
+                key[0, 1, 5], value[0, 2] = bad, bad
+                key[0, 0], value[0, 0, 5] = bad, bad
+            rows = ResidentRows(table, torch.tensor([position]), torch.tensor([0]))
+            output = torch.empty_like(query)
+            op(query, key, value, pages, rows, params, output)
+        parts = (pages.keys, pages.values, pages.key_scales, pages.value_scales)
+        results.append([output, *(part[7] for part in parts)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+    head = results[0][0][0, 2]
+    assert head.isfinite().all() == (bad < 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [pytest.param(64, marks=CHECK), 80, 112, 128])
 def test_half_precision(dtype, head_size):
@@ -201,11 +274,14 @@ def placements_of(pages_of_layers, layer, blocks):
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize(("read", "merge"), [(1.0, False), (0.5, False), (1.0, True)])
-def test_budgets_by_head_equal_reference(layer, read, merge):
+@pytest.mark.parametrize(
+    ("read", "merge", "quantized"),
+    [(1.0, False, False), (0.5, False, False), (1.0, True, False), (0.5, False, True)],
+)
+def test_budgets_by_head_equal_reference(layer, read, merge, quantized):
     """From the step that fills the common budget on, in borrowed pages."""
     (expected, expected_births), *results = (
-        decode_by_head(kernel, number, layer, read, merge)
+        decode_by_head(kernel, number, layer, read, merge, quantized)
         for kernel, number in ((reference, 1), *((cpu, n) for n in THREADS))
     )
     for actual, births in results:
@@ -213,7 +289,7 @@ def test_budgets_by_head_equal_reference(layer, read, merge):
         assert torch.equal(births, expected_births)
 
 
-def decode_by_head(kernel, number, layer, read, merge):
+def decode_by_head(kernel, number, layer, read, merge, quantized):
     """Attention of one of three layers, step by step, and the births of all."""
     blocks = [[2, 5, 1], [5, 1, 3], [2, 3, 5]]
     dtype, budget = torch.float32, 48
@@ -223,7 +299,7 @@ def decode_by_head(kernel, number, layer, read, merge):
         params = params_of(
             mean=True, recent_slots=16, heavy_slots=32, read=read, merge=merge
         )
-        layers = [pages_of(cache, params) for cache in caches]
+        layers = [pages_of(cache, params, quantized) for cache in caches]
         params = replace(
             params,
             placements=placements_of(layers, layer, blocks),
@@ -303,13 +379,16 @@ def decode_splits(kernel, read, merge, apart=False):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize(("read", "merge"), [(1.0, False), (0.5, False), (1.0, True)])
-def test_a_budget_that_grows_equals_reference(read, merge):
+@pytest.mark.parametrize(
+    ("read", "merge", "quantized"),
+    [(1.0, False, False), (0.5, False, False), (1.0, True, False), (0.5, False, True)],
+)
+def test_a_budget_that_grows_equals_reference(read, merge, quantized):
     """Twice, in borrowed pages, beside a request that has its budget for good."""
-    expected = decode_growing(reference, read, merge)
+    expected = decode_growing(reference, read, merge, quantized)
     for number in THREADS:
         with threads(number):
-            actual = decode_growing(cpu, read, merge)
+            actual = decode_growing(cpu, read, merge, quantized)
         torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
         assert torch.equal(actual[1], expected[1])
 
@@ -346,7 +425,7 @@ def test_a_budget_that_grows_to_the_engines_equals_reference():
     assert torch.equal(actual_births, births)
 
 
-def decode_growing(kernel, read, merge):
+def decode_growing(kernel, read, merge, quantized):
     """`[steps, 2 rows, 9, 64]` attention of the first of three layers, and births."""
     splits = [
         [[2, 5, 1], [5, 1, 3], [2, 3, 5]],
@@ -359,7 +438,7 @@ def decode_growing(kernel, read, merge):
         mean=True, recent_slots=16, heavy_slots=32, read=read, merge=merge
     )
     caches = [make_cache(torch.float32, 3, 64, 16) for _ in splits[0]]
-    layers = [pages_of(cache, params) for cache in caches]
+    layers = [pages_of(cache, params, quantized) for cache in caches]
     own = PlacementTable(layers, params.layout, most_blocks=[8] * 3, capacity=4)
     before = None
     for index, (blocks, budget) in enumerate(zip(splits, budgets, strict=True), 1):
@@ -470,7 +549,7 @@ def test_before_its_first_query_a_row_leaves_all_scores_alone():
 
 def test_a_compiler_without_float16_lacks_nothing_else(monkeypatch):
     library = c_library.load("-U__FLT16_MANT_DIG__", "-O0")
-    monkeypatch.setattr(cpu, "_library", lambda: library)
+    monkeypatch.setattr(cpu, "_library", lambda quantized=False: library)
     cpu.build(torch.bfloat16)
     with pytest.raises(ValueError, match=r"without float16 \(--dtype\).*gcc 12"):
         cpu.build(torch.float16)

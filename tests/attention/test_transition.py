@@ -27,19 +27,25 @@ TABLE = torch.tensor([7, 3, 11], dtype=torch.int32)
 PROMPT = torch.tensor([1, 20, 5, 14, 2, 9, 22, 17, 4, 12], dtype=torch.int32)
 
 
-def make_layers(dtype, blocks, num_tokens, params, by_head, dense_size=None):
+def make_layers(
+    dtype, blocks, num_tokens, params, by_head, dense_size=None, quantized=False
+):
     """Layers full of tokens, but for NaN in what no prompt and no request has.
 
     Their prompts are in pages of `dense_size`, if that is given.
     """
     generator = torch.Generator().manual_seed(num_tokens)
     held = [*TABLE.tolist(), *PROMPT.tolist()]
-    pages = [pages_of(make_cache(dtype, 3, 64, 16), params) for _ in blocks]
+    caches = [make_cache(dtype, 3, 64, 16) for _ in blocks]
+    pages = [pages_of(cache, params, quantized) for cache in caches]
     layers = []
     for i, mine in enumerate(pages):
-        for part in (mine.keys, mine.values):
+        parts = [mine.keys, mine.values]
+        for part in parts + [mine.key_scales, mine.value_scales] * quantized:
             content = torch.randn(part[held].shape, generator=generator)
-            part[held] = content.to(dtype)
+            part[held] = (content * (40 if part.dtype == torch.int8 else 1)).to(
+                part.dtype
+            )
         # Few distinct scores, so that ties are drawn.
         scores = torch.randint(1, 9, (3, num_tokens), generator=generator) / 4
         mine.births.fill_(-1)
@@ -48,7 +54,7 @@ def make_layers(dtype, blocks, num_tokens, params, by_head, dense_size=None):
             constants = replace(params, placements=placements_of(pages, i, blocks))
         dense = None
         if dense_size:
-            dense = Pages.view(make_cache(dtype, 3, 64, dense_size))
+            dense = Pages.view_dense(make_cache(dtype, 3, 64, dense_size))
             for part in (dense.keys, dense.values):
                 part.copy_(torch.randn(part.shape, generator=generator))
         layers.append(ScoredLayer(mine, {"attention": scores}, constants, dense))
@@ -67,13 +73,16 @@ def check(
     dtype=torch.float32,
     by_head=True,
     dense_size=None,
+    quantized=False,
     **how,
 ):
     """Every byte of every layer is the same afterwards."""
     params = params_of(mean=True, unit=config.eviction_unit, sinks=config.sinks, **how)
     results = []
     for kernel, number in KERNELS:
-        layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head, dense_size)
+        layers = make_layers(
+            dtype, BLOCKS, num_tokens, params, by_head, dense_size, quantized
+        )
         placement = placement_of(num_tokens, source, by_head)
         with threads(number):
             kernel.transition(layers, source, TABLE, placement, num_tokens // 2, config)
@@ -81,7 +90,8 @@ def check(
     expected_pages, *kernels = results
     pairs = [zip(expected_pages, pages, strict=True) for pages in kernels]
     for expected, actual in chain(*pairs):
-        for name in ("keys", "values", "attention", "births"):
+        scales = ("key_scales", "value_scales") * quantized
+        for name in ("keys", "values", "attention", "births", *scales):
             torch.testing.assert_close(
                 getattr(actual, name), getattr(expected, name),
                 rtol=0, atol=0, equal_nan=True, msg=name,
@@ -99,18 +109,19 @@ def test_a_prompt(dtype, num_tokens, by_head):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dense_size", [16, 48, 64])
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_prompt_in_pages_of_another_size(dtype, dense_size, merge):
-    """Those that vLLM has laid out."""
+@pytest.mark.parametrize("option", [{}, {"merge": True}, {"quantized": True}])
+def test_a_prompt_in_pages_of_another_size(dtype, dense_size, option):
+    """Those that vLLM has laid out, in its type."""
     config = H2OConfig(sinks=4, pooling=3)
-    check(150, PROMPT, config, dtype, dense_size=dense_size, merge=merge)
+    check(150, PROMPT, config, dtype, dense_size=dense_size, **option)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_switch_to_head_budgets_in_place(dtype):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_switch_to_head_budgets_in_place(dtype, quantized):
     """Sources are overwritten; rich heads keep all, where they are."""
     config = H2OConfig(sinks=4, pooling=3)
-    check(BUDGET, TABLE, config, dtype)
+    check(BUDGET, TABLE, config, dtype, quantized=quantized)
 
 
 def test_whole_blocks():

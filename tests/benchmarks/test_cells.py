@@ -98,7 +98,7 @@ def test_a_sweep_has_a_cell_per_workload_budget_policy_and_size():
         ("--workloads 1+2", "--workloads '1\\+2' is unknown"),
         ("--policies h3o", "--baselines, --policies: 'h3o' is unknown"),
         ("--baselines stok", "'stok' is unknown"),
-        ("--scale 0.1 --budgets 10%", "--budgets 10% .* two blocks of 32"),
+        ("--scale 0.1 --budgets 10%", "--budgets 10% .* a block of 32"),
         ("--pool-requests 1", "--pool-requests"),
         ("--restart-every 2", "--restart-every 2 needs --together"),
         ("--together --restart-every 0", "--restart-every 0 needs"),

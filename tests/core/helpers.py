@@ -40,7 +40,11 @@ HEADS = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 
 @functools.cache
 def config_of(
-    window: int | str, budget: int | str, chunk: int, policy: str = "h2o"
+    window: int | str,
+    budget: int | str,
+    chunk: int,
+    policy: str = "h2o",
+    resident: str = "model",
 ) -> Any:
     """An engine config with H2O on."""
     config = EngineArgs(
@@ -64,6 +68,7 @@ def config_of(
         **additional[CONFIG_KEY],
         "budget": budget,
         "min_budget": 2 * BLOCK_SIZE,
+        "resident_dtype": resident,
     }
     config.additional_config = {**additional, CONFIG_KEY: settings}
     return config
@@ -110,10 +115,13 @@ class Driver:
         hybrid: bool = False,
         policy: str = "h2o",
         log_stats: bool = False,
+        resident: str = "model",
     ) -> None:
-        config = config_of(window, budget, chunk, policy)
+        config = config_of(window, budget, chunk, policy, resident)
         config.cache_config.num_gpu_blocks = num_blocks
-        groups = [KVCacheGroupSpec(["full"], spec_of(config))]
+        spec = spec_of(config)
+        self.slots = spec.block_slots
+        groups = [KVCacheGroupSpec(["full"], spec)]
         if hybrid:
             local = SlidingWindowSpec(block_size=BLOCK_SIZE, sliding_window=40, **HEADS)
             groups.append(KVCacheGroupSpec(["local"], local))
@@ -175,16 +183,16 @@ class Driver:
         return name
 
     def budget_of(self, request: Request) -> int:
-        """Slots of a request: what it asks for in whole blocks, two at least.
+        """Slots of a request: what it asks for in whole blocks, one at least.
 
         Where budgets are shares that is what it has come to.
         """
         if self.climbs(request):
-            return self.ladder.budgets[self.steps[request.request_id]] * BLOCK_SIZE
+            return self.ladder.budgets[self.steps[request.request_id]] * self.slots
         most = min(request.num_prompt_tokens + request.max_tokens, MAX_MODEL_LEN)
         asked = part_of(wishes_of(request).get("budget", self.budget), most)
-        blocks = max(2, -(-asked // BLOCK_SIZE))
-        return min(blocks * BLOCK_SIZE, self.manager.budget)
+        blocks = max(1, -(-asked // self.slots))
+        return min(blocks * self.slots, self.manager.budget)
 
     def climbs(self, request: Request) -> bool:
         """Whether its budget follows it."""
@@ -278,7 +286,7 @@ class Driver:
             budget = self.budget_of(request)
             grown = manager.growths([name])
             held = budget if grown and grown[0][0] else min(computed, budget)
-            assert len(resident) == -(-held // BLOCK_SIZE)
+            assert len(resident) == -(-held // self.slots)
         # Nothing is published past the prompt, of windowed layers neither.
         for group in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
             for block in group.req_to_blocks[name][end // BLOCK_SIZE :]:
@@ -342,8 +350,8 @@ class Driver:
         if grows:
             self.steps[name] += 1
             assert row.decodes and row.num_computed_tokens > row.grown_from
-            assert row.grown_from == self.ladder.budgets[step] * BLOCK_SIZE
-        assert row.budget == self.ladder.budgets[self.steps[name]] * BLOCK_SIZE
+            assert row.grown_from == self.ladder.budgets[step] * self.slots
+        assert row.budget == self.ladder.budgets[self.steps[name]] * self.slots
 
     def assert_pool_whole(self) -> None:
         self.check()

@@ -25,15 +25,16 @@ class Lives(RuleBasedStateMachine):
     hybrid = False
     window: int | str = 20
     policy = "h2o"
+    resident = "model"
     wishes = st.sampled_from(
         [{}, {"policy": "full"}, {"observation_window": 5}, {"policy": "h2o"}]
         + [{"observation_window": "all"}, {}]
-        + [{"budget": 32}, {"budget": 17, "observation_window": 3}]
+        + [{"budget": 32}, {"budget": 17, "observation_window": 3}, {"budget": 9}]
         + [{"budget": "10%"}, {"budget": "25%"}, {"budget": "60%"}]
     )
 
     @initialize(
-        budget=st.sampled_from([32, 64, 96, "20%", "50%"]),
+        budget=st.sampled_from([16, 32, 64, 96, "20%", "50%"]),
         chunk=st.sampled_from([17, 48, 200]),
     )
     def start(self, budget, chunk):
@@ -44,6 +45,7 @@ class Lives(RuleBasedStateMachine):
             chunk,
             self.hybrid,
             self.policy,
+            resident=self.resident,
         )
         self.alive: list[str] = []
         self.refused: list[str] = []
@@ -132,8 +134,15 @@ class GatedLives(Lives):
     wishes = st.sampled_from([{}, {"policy": "full"}, {"budget": 32}, {"budget": "9%"}])
 
 
+class QuantizedLives(Lives):
+    """A resident block has three times as many slots as a dense one has tokens."""
+
+    resident = "int8"
+
+
 @pytest.mark.parametrize(
-    "machine", [Lives, AsyncLives, HybridLives, AllQueriesLives, GatedLives]
+    "machine",
+    [Lives, AsyncLives, HybridLives, AllQueriesLives, GatedLives, QuantizedLives],
 )
 def test_pool_adds_up(machine):
     case = machine.TestCase()
@@ -303,7 +312,7 @@ def test_a_budget_of_its_own_leaves_the_rest_to_others():
     [
         (100, 40, {}, "h2o", 96, 96),
         (100, 40, {"budget": 32}, "h2o", 32, 32),
-        (20, 40, {"budget": "25%"}, "h2o", 32, 32),
+        (20, 40, {"budget": "25%"}, "h2o", 16, 16),
         (40, 40, {}, "h2o", 96, 79),  # fits
         (100, 1, {}, "h2o", 96, 100),  # ends before anything is evicted
         (100, 40, {"policy": "full"}, "full", None, 139),

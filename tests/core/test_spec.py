@@ -132,3 +132,27 @@ def test_heads_have_pages_of_blocks(options):
     blocks = H2OConfig(budget=200, eviction_unit="block", head_budgets="uniform")
     spec = H2OAttentionSpec.of(plain, blocks, 1000, most_page_slots=32)
     assert spec.page_slots == 128, "blocks compete as they are"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_blocks_hold_more_slots_than_tokens(dtype):
+    config = H2OConfig(budget=500, resident_dtype="int8")
+    plain = replace(PLAIN, block_size=128, dtype=dtype)
+    spec = H2OAttentionSpec.of(plain, config, 2000, most_page_slots=64)
+    assert spec.block_slots == (448 if dtype == torch.float32 else 224)
+    assert spec.layout.block_size == spec.block_slots
+    assert spec.layout.budget == (896 if dtype == torch.float32 else 672)
+    assert spec.page_layout.budget == spec.layout.budget
+    assert spec.dense_layout.budget >= spec.layout.budget
+    # No row's table has more columns than vLLM's.
+    short = H2OAttentionSpec.of(plain, config, 200, most_page_slots=64)
+    assert short.dense_layout.budget == 128 * short.dense_columns == 256
+    # Their pages fit, and need no room of other blocks.
+    assert spec.page_size_bytes == plain.page_size_bytes
+    assert not spec.pages_are_blocks
+    last = (spec.cut.per_block - 1) * spec.cut.page_step * spec.cut.unit
+    page = 3 * spec.page_slots * (2 * 64 + 4 * 4)
+    assert last + page <= spec.page_size_bytes
+    # vLLM may make pages longer: they hold as many slots then.
+    padded = replace(spec, page_size_padded=2 * spec.page_size_bytes)
+    assert padded.block_slots == spec.block_slots

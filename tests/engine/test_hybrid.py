@@ -110,8 +110,12 @@ def test_budgets_by_head_in_several_groups_are_refused(tmp_path):
 
 
 def test_budget_that_never_binds_gives_stock_tokens(model):
+    """In blocks that were cut for others, of which nothing may show, also to windowed
+    layers."""
     probe = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
-    with engine(model, **probe, **OPTIONS) as llm:
+    options = OPTIONS | {"block_size": 128}
+    with engine(model, **probe, **options) as llm:
         expected, _ = run(llm)
-    with engine(model, kv_policy="h2o", h2o_budget=1024, **OPTIONS) as llm:
+    with engine(model, kv_policy="h2o", h2o_budget=1024, **options) as llm:
+        llm.collective_rpc("probe_poison")
         assert run(llm)[0] == expected

@@ -72,6 +72,15 @@ class WorkerProbe:
             self._watch.stop()
         self._watch = Watch(self._step, self._layers)
 
+    def probe_poison(self) -> None:
+        """Fill all blocks but the null block with NaN, as residents may leave them."""
+        for layer in self._layers().values():
+            cache, item = layer.kv_cache, layer.kv_cache.element_size()
+            start = int(cache.storage_offset()) + cache.stride(0)
+            torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())[
+                start * item :
+            ].fill_(255)
+
     def probe_survivors(self) -> dict[str, list[list[list[int]]]]:
         """Sorted positions by layer and KV head, of every watched request.
 

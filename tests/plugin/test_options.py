@@ -52,6 +52,7 @@ MODEL = str(SMOLLM2)
         ("read", "0%", "'20%'"),
         ("read", 20, "'20%'"),
         ("merge", "key", "none, value"),
+        ("resident_dtype", "fp8", "model, int8"),
         ("pooling", 0, "from 1 to 1023"),
         ("pooling", 4, "odd"),
         ("score", "max", "sum, mean"),
@@ -206,6 +207,15 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
         (
             {"kv_policy": "streaming", "h2o_score": "mean"},
             ["h2o_score='mean'", "recent_ratio=1.0", "--h2o-recent-ratio"],
+        ),
+        (
+            {"kv_policy": "d2o", "h2o_resident_dtype": "int8"},
+            ["h2o_resident_dtype='int8'", "h2o_merge='none'", "'value'", "'model'"],
+        ),
+        (
+            {"kv_policy": "h2o", "h2o_resident_dtype": "int8"}
+            | {"h2o_eviction_unit": "block"},
+            ["h2o_resident_dtype='int8'", "h2o_eviction_unit='token'", "'model'"],
         ),
         (
             {"kv_policy": "h2o", "h2o_merge": "value", "h2o_eviction_unit": "block"},
@@ -398,6 +408,11 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
     [
         ("mpcache", {}, "h2o_read='20%'.*on CUDA.*'100%'"),
         ("h2o", {"merge": "value"}, "h2o_merge='value'.*on CUDA.*'none'"),
+        (
+            "h2o",
+            {"resident_dtype": "int8"},
+            "h2o_resident_dtype='int8'.*on CUDA.*'model'",
+        ),
         ("d2o", {}, "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
         ("cake", {}, "h2o_score='cake'.*on CUDA.*mean, sum"),
     ],
@@ -642,7 +657,8 @@ def test_cache_layout_without_a_kernel_is_refused(model_of, monkeypatch):
 def test_a_budget_is_checked_by_the_block_size_that_cpus_get(model_of):
     options = model_of("LlamaForCausalLM", **LLAMA)
     assert resolved(options).cache_config.block_size == 128
-    args = EngineArgs(kv_policy="h2o", h2o_budget=128, dtype="float32", **options)
+    blocks = BLOCKS | {"block_size": None, "h2o_budget": 128}
+    args = EngineArgs(kv_policy="h2o", dtype="float32", **options, **blocks)
     with pytest.raises(ValueError, match="--h2o-budget.*128 tokens.*blocks of 128"):
         args.create_engine_config()
 
@@ -694,13 +710,21 @@ def test_hybrid_model_without_its_manager_is_refused(model_of):
     refused(options, "--disable-hybrid-kv-cache-manager", "sliding-window")
 
 
+BLOCKS = {
+    "block_size": 32,
+    "h2o_eviction_unit": "block",
+    "h2o_head_budgets": "uniform",
+}
+
+
 @pytest.mark.parametrize(
     "options, parts",
     [
-        ({"h2o_budget": 32, "block_size": 32}, ["h2o_budget", "32", "33", "blocks"]),
-        ({"h2o_budget": "1%", "block_size": 32}, ["h2o_budget", "'1%'", "11 tokens"]),
+        (BLOCKS | {"h2o_budget": 32}, ["h2o_budget", "32", "33", "a heavy and a"]),
+        (BLOCKS | {"h2o_budget": "1%"}, ["h2o_budget", "'1%'", "11 tokens"]),
+        (BLOCKS | {"max_model_len": 32}, ["--block-size, as --max-model-len is 32"]),
         ({"h2o_budget": 64, "h2o_sinks": 33, "block_size": 32}, ["h2o_sinks", "33"]),
-        ({"max_model_len": 128, "block_size": 128}, ["use a smaller --block-size"]),
+        ({"h2o_budget": 9, "h2o_sinks": 17, "block_size": 32}, ["17 sinks", "33 or"]),
         ({"block_size": 16}, ["--block-size is 16", "use --block-size 32"]),
         ({"block_size": 48}, ["--block-size is 48", "use --block-size 32"]),
     ],

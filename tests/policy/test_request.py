@@ -139,7 +139,6 @@ def test_any_name_of_a_wish_is_named_in_a_short_message():
         ("h2o", {"h2o_budget": 10**400}, ["1000", "such as 512"]),
         ("h2o", {"h2o_budget": 257}, ["257", "--h2o-budget", "use 256 or less"]),
         ("h2o", {"h2o_budget": "33%"}, ["264 of its 800 tokens", "use 256 or less"]),
-        ("h2o", {"h2o_budget": 32}, ["32", "2 blocks of 32", "use 33 or more"]),
         (
             "h2o",
             {"h2o": {"policy": "full", "budget": 64}},
@@ -191,6 +190,15 @@ def test_where_all_have_the_engines_budget(options, device, why):
     assert RequestOptions.parse({"h2o_policy": "full"}, limits, MOST).is_full
 
 
+def test_a_budget_without_room_for_the_sinks_is_refused():
+    limits = limits_of(replace(PRESETS["h2o"], sinks=20))
+    with pytest.raises(
+        ValueError, match="32: less than 2 blocks of 32, use 33 or more"
+    ):
+        RequestOptions.parse({"h2o_budget": 32}, limits, MOST)
+    assert RequestOptions.parse({"h2o_budget": 33}, limits, MOST).budget == 33
+
+
 @pytest.mark.parametrize(
     "asked, most, slots",
     [
@@ -200,8 +208,8 @@ def test_where_all_have_the_engines_budget(options, device, why):
         (65, 10, 96),
         ("25%", 512, 128),
         ("25%", 513, 160),
-        # Two blocks at least; of what a session has by now, at most the engine's.
-        ("1%", 100, 64),
+        # One block at least; of what a session has by now, at most the engine's.
+        ("1%", 100, 32),
         ("90%", 1000, 256),
     ],
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
@@ -131,11 +132,15 @@ class H2OImpl(_StockImpl):
         return self._params.layout
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
-        """View the cache as the platform's stock kernels lay it out."""
+        """View the cache as the platform's stock kernels lay it out, with our state."""
+        raise NotImplementedError
+
+    def view_dense(self, kv_cache: torch.Tensor) -> Pages:
+        """View keys and values of dense blocks, where resident ones are otherwise."""
         raise NotImplementedError
 
     def view_cut(self, kv_cache: torch.Tensor, page_slots: int, cut: BlockCut) -> Pages:
-        """View the pages of resident blocks, see `policy.geometry`.
+        """View the pages that resident blocks are cut into, see `policy.geometry`.
 
         Args:
             kv_cache: The layer's cache.
@@ -145,8 +150,8 @@ class H2OImpl(_StockImpl):
         raise NotImplementedError
 
     def view_resident(self, kv_cache: torch.Tensor, spec: H2OAttentionSpec) -> Pages:
-        """The same by the spec: pages are blocks, or cut from them."""
-        if spec.cut.per_block == 1:
+        """View the pages of resident blocks by the spec: blocks, or cut from them."""
+        if spec.pages_are_blocks:
             return self.view(kv_cache)
         return self.view_cut(kv_cache, spec.page_slots, spec.cut)
 
@@ -237,7 +242,8 @@ class H2OImpl(_StockImpl):
         dtype = kv_cache.dtype
         query = zeros(1, self.num_heads, self.head_size, dtype=dtype)
         state = {name: zeros(num_kv_heads, position + 1) for name in pages.state}
-        prompt, resident = zeros(2, layout.budget_blocks + 1, dtype=torch.int32)
+        resident = zeros(layout.budget_blocks + 1, dtype=torch.int32)
+        prompt = zeros(cdiv(position + 1, dense.block_size), dtype=torch.int32)
         layer, kernels = ScoredLayer(pages, state, params, dense), params.kernels
         assert kernels is not None
         if params.gate is None:
@@ -270,8 +276,9 @@ class H2OImpl(_StockImpl):
         bound = (kv_cache.data_ptr(), kv_cache.shape, self.placements, self.h2o, spec)
         if bound == self._bound:
             return
-        self._dense = self.view(kv_cache)
-        self._pages = self.view_resident(kv_cache, spec)
+        self._pages = self._dense = self.view_resident(kv_cache, spec)
+        if not spec.pages_are_blocks:
+            self._dense = self.view_dense(kv_cache)
         self._params = DecodeParams(
             layout=spec.page_layout,
             scale=self.scale,
@@ -285,7 +292,7 @@ class H2OImpl(_StockImpl):
             kernels=ops.kernels_of(kv_cache.device),
         )
         self._dense_params = dataclasses.replace(
-            self._params, layout=spec.layout, placements=None
+            self._params, layout=spec.dense_layout, placements=None
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.

@@ -35,9 +35,14 @@ class H2OCPUImpl(H2OImpl, CPUAttentionBackendImpl):
         """See the base class."""
         return Pages.view(kv_cache, *self._of_slots)
 
+    def view_dense(self, kv_cache: torch.Tensor) -> Pages:
+        """See the base class."""
+        return Pages.view_dense(kv_cache)
+
     def view_cut(self, kv_cache: torch.Tensor, page_slots: int, cut: BlockCut) -> Pages:
         """See the base class."""
-        return Pages.view_cut(kv_cache, page_slots, cut, *self._of_slots)
+        options = (*self._of_slots, self.h2o.quantizes)
+        return Pages.view_cut(kv_cache, page_slots, cut, *options)
 
     @property
     def _of_slots(self) -> tuple[Sequence[str], bool, bool]:

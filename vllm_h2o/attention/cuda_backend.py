@@ -79,7 +79,7 @@ class _CUDABuilder(H2OMetadataBuilder):
         spec = self.spec
         budget = spec.layout.budget
         # None while vLLM measures graphs, in which all rows are padding.
-        pool = (vllm_config.cache_config.num_gpu_blocks or 0) * spec.block_size
+        pool = (vllm_config.cache_config.num_gpu_blocks or 0) * spec.block_slots
         self._logit_slots = slots_with_logits(
             max_rows, spec.most_slots, pool, spec.most_slots_per_token
         )

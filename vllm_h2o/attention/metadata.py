@@ -93,10 +93,10 @@ class H2OMetadataBuilder(_Stock):
         scratch = self._decode_scratch(vllm_config, max_rows)
         blocks = self.layout.budget_blocks
         self._tensors = RowTensors(max_rows, blocks, device, scratch)
-        # Rows that stay dense, where their pages are not alike.
+        # Rows that stay dense, where resident pages are other than vLLM's blocks.
         self._dense_tensors: RowTensors | None = None
-        if self.spec.cut.per_block > 1:
-            dense = self.spec.layout.budget_blocks
+        if not self.spec.pages_are_blocks:
+            dense = cdiv(self.spec.dense_layout.budget, self.spec.block_size)
             self._dense_tensors = RowTensors(max_rows, dense, device, None)
 
     def _decode_scratch(self, vllm_config: VllmConfig, max_rows: int) -> Any:
@@ -276,7 +276,7 @@ class H2OMetadataBuilder(_Stock):
             num_slots: Of a head on average.
         """
         first = self.spec.dense_columns
-        blocks = table[..., first : first + cdiv(num_slots, self.spec.block_size)]
+        blocks = table[..., first : first + cdiv(num_slots, self.spec.block_slots)]
         pages = self.spec.cut.pages(blocks)
         return pages[..., : cdiv(num_slots, self.spec.page_slots)]
 

@@ -3,8 +3,9 @@
 A page is one block of one layer, or a part of a resident one (`policy.geometry`): keys
 and values of all KV heads as vLLM has them in a block, then what H2O keeps beside them,
 per KV head and slot: the attention that the slot has got, a float32, the position that
-it was born at, an int32, and what else the method keeps; then what H2O keeps of the
-page as a whole (see `floats_of_page`). Only resident blocks use the latter.
+it was born at, an int32, and what else the method keeps; where keys and values are int8
+their scales; then what H2O keeps of the page as a whole (see `floats_of_page`). Only
+resident blocks use the latter.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.methods import State
+from vllm_h2o.policy.quantization import NUM_SCALES
 
 FIELDS = ("attention",)
 """What most methods keep of a slot."""
@@ -33,6 +36,9 @@ class Pages:
         state: `[num_pages, num_kv_heads, block_size]` float32 for each of the method's
             fields; the first lies before the births, the others behind them.
         births: `[num_pages, num_kv_heads, block_size]` int32.
+        key_scales: `[num_pages, num_kv_heads, block_size]` float32 where keys are int8
+            (`policy.quantization`); None elsewhere.
+        value_scales: The same of values.
         thresholds: `[num_pages, num_kv_heads]` float32 where heads merge what they
             lose (`policy.merging`), the last of a page; None elsewhere.
         page_stride: Bytes from a page to that of the next number.
@@ -49,6 +55,8 @@ class Pages:
     page_bytes: int
     state_offset: int
     thresholds: torch.Tensor | None = None
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
     @classmethod
     def view(
@@ -72,6 +80,18 @@ class Pages:
         return pages
 
     @classmethod
+    def view_dense(cls, kv_cache: torch.Tensor) -> Pages:
+        """View the blocks of such a cache, of which only keys and values are asked for.
+
+        Where resident blocks are cut into pages, other blocks may have no room for
+        more: there is no state, and births are of no slots.
+
+        Args:
+            kv_cache: See `view`.
+        """
+        return cls._view(kv_cache, (), False, False)
+
+    @classmethod
     def view_cut(
         cls,
         kv_cache: torch.Tensor,
@@ -80,6 +100,7 @@ class Pages:
         fields: Sequence[str] = FIELDS,
         merges: bool = False,
         reads_part: bool = False,
+        quantized: bool = False,
     ) -> Pages:
         """View the pages that resident blocks are cut into, each as `view` has it.
 
@@ -90,17 +111,22 @@ class Pages:
             fields: See `view`, as are the next two.
             merges: See there.
             reads_part: See there.
+            quantized: Whether keys and values are int8.
         """
         num_blocks, num_kv_heads, _, double_head = kv_cache.shape
         item = kv_cache.element_size()
         assert cut.block_step * cut.unit == kv_cache.stride(0) * item
+        start = int(kv_cache.storage_offset()) * item
+        dtype = torch.int8 if quantized else kv_cache.dtype
         assert not cut.unit % 4, "state is words of 4 bytes"
         last = (num_blocks - 1) * cut.block_step
         last += (cut.per_block - 1) * cut.page_step
         assert last < 2**31, "numbers of pages are int32"
         shape = (last + 1, num_kv_heads, page_slots, double_head)
-        strides = (cut.unit // item, page_slots * double_head, double_head, 1)
-        numbered = kv_cache.as_strided(shape, strides)
+        strides = cut.unit // dtype.itemsize, page_slots * double_head, double_head, 1
+        numbered = _elements(kv_cache, dtype).as_strided(
+            shape, strides, start // dtype.itemsize
+        )
         pages = cls._view(numbered, fields, merges, reads_part)
         assert pages.page_bytes <= cut.page_step * cut.unit
         return pages
@@ -119,8 +145,11 @@ class Pages:
         page_stride = kv_cache.stride(0) * item
         content = num_kv_heads * block_size * double_head * item
         assert kv_cache[0].is_contiguous(), "KV heads of a page are not contiguous"
-        floats = floats_of_page(head_size, block_size, reads_part, merges)
-        needed = content + state_bytes(num_kv_heads, block_size, len(fields), floats)
+        needed, quantized = content, kv_cache.dtype == torch.int8
+        if fields:
+            floats = floats_of_page(head_size, block_size, reads_part, merges)
+            num_fields = len(fields) + NUM_SCALES * quantized
+            needed += state_bytes(num_kv_heads, block_size, num_fields, floats)
         half = block_size * head_size
         start = int(kv_cache.storage_offset())
         block, head = kv_cache.stride(0), 2 * half
@@ -134,16 +163,19 @@ class Pages:
             (block, head, head_size, 1),
             start + half,
         )
-        state, births = _state(kv_cache, start * item + content, fields)
+        state, births, scales = _state(
+            kv_cache, start * item + content, fields, NUM_SCALES * quantized
+        )
         thresholds = None
         if merges:
             last = (start * item + needed) // 4 - num_kv_heads
-            thresholds = _words(kv_cache, torch.float32).as_strided(
+            thresholds = _elements(kv_cache, torch.float32).as_strided(
                 (num_blocks, num_kv_heads), (page_stride // 4, 1), last
             )
         return cls(
-            keys, values, state, births, page_stride, needed, content, thresholds
-        )
+            keys, values, state, births, page_stride, needed, content, thresholds,
+            *scales,
+        )  # fmt: skip
 
     @classmethod
     def view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str] = FIELDS) -> Pages:
@@ -166,7 +198,7 @@ class Pages:
         )
         keys, values = kv_cache.split(double_head // 2, dim=3)
         first = int(kv_cache.storage_offset()) * item + content
-        state, births = _state(kv_cache, first, fields)
+        state, births, _ = _state(kv_cache, first, fields)
         pages = cls(
             keys.transpose(2, 3), values, state, births, page_stride, needed, content
         )
@@ -190,31 +222,63 @@ class Pages:
         """Token slots of a page."""
         return self.keys.shape[3]
 
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are int8."""
+        return self.key_scales is not None
+
+
+def clear_blocks(kv_cache: torch.Tensor, block_ids: list[int]) -> None:
+    """Overwrite blocks by zeros, whatever they have been.
+
+    Args:
+        kv_cache: See `Pages.view`.
+        block_ids: Of blocks that nobody reads.
+    """
+    num_blocks, item = len(kv_cache), kv_cache.element_size()
+    stride, start = kv_cache.stride(0) * item, int(kv_cache.storage_offset()) * item
+    content = _elements(kv_cache, torch.uint8)
+    # The last block may end before its padding does.
+    longest = min(stride, len(content) - start - (num_blocks - 1) * stride)
+    blocks = content.as_strided((num_blocks, longest), (stride, 1), start)
+    blocks.index_fill_(0, async_tensor_h2d(block_ids, kv_cache.device), 0)
+
 
 def _state(
-    kv_cache: torch.Tensor, first_byte: int, fields: Sequence[str]
-) -> tuple[State, torch.Tensor]:
-    """State and births of all pages; `first_byte`: where those of page 0 begin.
+    kv_cache: torch.Tensor, first_byte: int, fields: Sequence[str], num_scales: int = 0
+) -> tuple[State, torch.Tensor, list[torch.Tensor]]:
+    """State, births and scales of all pages.
 
-    The first field, the births, then the other fields: kernels know the first two.
+    The first field, the births, then the other fields: kernels know the first two; and
+    the scales, which kernels find behind the births, as they have one field.
+
+    Args:
+        kv_cache: See `Pages.view`.
+        first_byte: Where those of page 0 begin.
+        fields: What the method keeps of a slot.
+        num_scales: Of a slot.
     """
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    if not fields:  # of dense pages
+        return {}, torch.empty(0, dtype=torch.int32, device=kv_cache.device), []
     shape = (num_blocks, num_kv_heads, block_size)
     page_words = kv_cache.stride(0) * kv_cache.element_size() // 4
     strides, words = (page_words, block_size, 1), num_kv_heads * block_size
 
     def part(number: int, dtype: torch.dtype) -> torch.Tensor:
         start = first_byte // 4 + number * words
-        return _words(kv_cache, dtype).as_strided(shape, strides, start)
+        return _elements(kv_cache, dtype).as_strided(shape, strides, start)
 
     first, *others = fields
     state = {first: part(0, torch.float32)}
     state |= {name: part(2 + i, torch.float32) for i, name in enumerate(others)}
-    return state, part(1, torch.int32)
+    behind = 1 + len(fields)
+    scales = [part(behind + i, torch.float32) for i in range(num_scales)]
+    return state, part(1, torch.int32), scales
 
 
-def _words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The whole storage of `tensor` as 4-byte words."""
+def _elements(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole storage of `tensor` as elements of another type."""
     storage = tensor.untyped_storage()
-    words = torch.empty(0, dtype=dtype, device=tensor.device)
-    return words.set_(storage, 0, (storage.nbytes() // 4,), (1,))
+    elements = torch.empty(0, dtype=dtype, device=tensor.device)
+    return elements.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))

@@ -226,7 +226,7 @@ class BudgetPlacements:
         the next index.
 
         Args:
-            budget: Of two blocks at least.
+            budget: Of a request.
         """
         blocks, ladder = budget.slots // self._ladder.block_size, self._ladder.budgets
         # Heads part in pages of their own by the first split of a ladder alone, so that

@@ -27,7 +27,13 @@ from vllm_h2o.calibration.measure import (
     texts_to_read,
 )
 from vllm_h2o.calibration.texts import MOST_TOKENS
-from vllm_h2o.core.settings import CALIBRATE, h2o_config, uses_profile_cache
+from vllm_h2o.core.settings import (
+    CALIBRATE,
+    h2o_config,
+    layout_of,
+    longest_request,
+    uses_profile_cache,
+)
 from vllm_h2o.policy.config import (
     ATTENTION,
     AUTO,
@@ -36,7 +42,6 @@ from vllm_h2o.policy.config import (
     UNIFORM,
     H2OConfig,
 )
-from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import shortened
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
@@ -151,9 +156,8 @@ def why_not_measured(vllm_config: VllmConfig, config: H2OConfig) -> str:
 
 def holds_longest(vllm_config: VllmConfig, config: H2OConfig) -> bool:
     """Whether the budget holds the longest request, so that nothing is ever evicted."""
-    longest = vllm_config.model_config.max_model_len
-    block_size = vllm_config.cache_config.block_size
-    return SlotLayout.from_config(config, block_size, longest).budget >= longest
+    longest = longest_request(vllm_config)
+    return layout_of(vllm_config, config).budget >= longest
 
 
 def _asked_tokens(vllm_config: VllmConfig) -> int:

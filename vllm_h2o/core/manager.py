@@ -40,6 +40,9 @@ class H2OManager(FullAttentionManager):
         [.., dense_columns)            null blocks, from the transition step on
         [dense_columns, ..)            resident blocks, private, at most its budget
 
+    A dense block has `block_size` tokens, a resident one as many slots as the spec says
+    (`block_slots`).
+
     Once the transition step has been processed, the dense blocks are released
     and their columns become null blocks too.
 
@@ -62,10 +65,10 @@ class H2OManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self.policy = kv_cache_spec.h2o
         self._layout = kv_cache_spec.layout
-        self.budget = self._layout.budget
+        self.budget, self._block_slots = self._layout.budget, self._layout.block_size
         longest = kv_cache_spec.max_model_len
         self._engines = Climb(
-            Ladder.of_number(self._layout.budget_blocks, self.block_size, longest)
+            Ladder.of_number(self._layout.budget_blocks, self._block_slots, longest)
         )
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
@@ -110,7 +113,7 @@ class H2OManager(FullAttentionManager):
             prefill_end = most_tokens
         climb = climb or self._engines
         budget = climb.budget
-        assert budget <= self.budget and not budget % self.block_size
+        assert budget <= self.budget and not budget % self._block_slots
         first_query = max(budget, prefill_end)
         if most_tokens > max(budget, prefill_end + 1):
             window = options.observation_window
@@ -183,7 +186,7 @@ class H2OManager(FullAttentionManager):
         if num_tokens >= end:
             climb = self._climb_at(request_id, num_tokens)
             held = climb.budget if climb.grown_at else min(num_tokens, climb.budget)
-            resident = cdiv(held, self.block_size)
+            resident = cdiv(held, self._block_slots)
         return dense, resident
 
     def _climb_at(self, request_id: str, num_tokens: int) -> Climb:
@@ -212,7 +215,7 @@ class H2OManager(FullAttentionManager):
             return held * self.block_size
         if resident <= 0:
             return min(held * self.block_size, self._prefill_end[request_id] - 1)
-        tokens = resident * self.block_size
+        tokens = resident * self._block_slots
         climb = self._climb[request_id]
         return tokens if tokens < climb.budget else climb.serves
 
@@ -251,7 +254,9 @@ class H2OManager(FullAttentionManager):
         start = len(blocks)
         if request_id not in self._served:
             self._num_dense += self.stays_dense(request_id)
-        blocks.extend(self._new_blocks(dense))
+        blocks.extend(dense_blocks := self._new_blocks(dense))
+        if self._record_new_block_ids:  # to be cleared; of residents no kernel reads
+            self.new_block_ids.extend(block.block_id for block in dense_blocks)
         if resident:
             self.resident_blocks += resident
             if len(blocks) <= self.dense_columns:
@@ -279,10 +284,7 @@ class H2OManager(FullAttentionManager):
     def _new_blocks(self, count: int) -> list[KVCacheBlock]:
         if not count:
             return []
-        blocks = self.block_pool.get_new_blocks(count)
-        if self._record_new_block_ids:
-            self.new_block_ids.extend(block.block_id for block in blocks)
-        return blocks
+        return self.block_pool.get_new_blocks(count)
 
     def remove_skipped_blocks(
         self,
@@ -404,7 +406,7 @@ class H2OManager(FullAttentionManager):
         resident = blocks[self.dense_columns :]
         assert all(b is null for b in prompt) or null not in prompt
         assert all(b is null for b in padding)
-        assert 0 < len(resident) <= budget // self.block_size
+        assert 0 < len(resident) <= budget // self._block_slots
         for block in resident:
             assert block.ref_cnt == 1, f"resident block {block} is shared"
             assert block.block_hash is None, f"resident block {block} is published"

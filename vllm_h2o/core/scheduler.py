@@ -19,6 +19,7 @@ from vllm_h2o.core.metrics import Reporter
 from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.policy.config import INT8
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.presets import FULL
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
@@ -49,6 +50,13 @@ class H2OScheduler(AsyncScheduler):
         for manager in managers:
             if not isinstance(manager, H2OManager):
                 publish_alike(manager, self.h2o_managers[0])
+        if not self._spec.pages_are_blocks:
+            # What is left of a resident block may read as NaN, which vLLM's attention
+            # multiplies by 0 past a sequence's end. As where caches are of several
+            # types, blocks are cleared: by our worker.
+            self.needs_kv_cache_zeroing = True
+            for manager in managers:
+                manager._record_new_block_ids = True
         self._layout = self._spec.layout
         device = self.vllm_config.device_config.device_type
         self._limits = self._spec.limits(device)
@@ -248,7 +256,7 @@ class H2OScheduler(AsyncScheduler):
             if (window := getattr(group.kv_cache_spec, "sliding_window", None))
         )
         count = len(self.h2o_managers)
-        most, blocks = self._most, self._most // spec.block_size
+        most, blocks = self._most, self._most // spec.block_slots
         layout = SlotLayout.of_blocks(config, spec.page_slots, most // spec.page_slots)
         resident = usable // (blocks * count + windowed)
         decay = getattr(config.method, "score_decay", None)
@@ -261,6 +269,7 @@ class H2OScheduler(AsyncScheduler):
         decay = "" if decay is None else f", decay {decay:g}"
         reading = f", reading {config.read}" if config.reads_part else ""
         merging = f", merging {config.merge}s" if config.merges else ""
+        rounded = f" in {INT8}" if config.quantizes else ""
         budget = f"budget {most} tokens"
         ladder = self._limits.ladder
         if len(ladder.budgets) > 1:
@@ -270,7 +279,7 @@ class H2OScheduler(AsyncScheduler):
             )
         return (
             f"H2O is on: policy {config.policy}, {budget} "
-            f"({blocks} blocks of {spec.block_size}): "
+            f"({blocks} blocks of {spec.block_slots}{rounded}): "
             f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
             f"score {config.score}{decay}, "

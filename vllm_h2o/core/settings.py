@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.geometry import ResidentBlock
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.presets import FULL, POLICY_NAMES, resolve_config
 
@@ -96,3 +100,17 @@ def longest_request(vllm_config: VllmConfig) -> int:
     additional = vllm_config.additional_config
     assert isinstance(additional, dict)
     return additional.get(_LONGEST_KEY, vllm_config.model_config.max_model_len)
+
+
+def layout_of(vllm_config: VllmConfig, config: H2OConfig) -> SlotLayout:
+    """The slots of the longest request, in resident blocks.
+
+    Raises:
+        ValueError: See `SlotLayout.from_config`.
+    """
+    model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
+    assert isinstance(model.dtype, torch.dtype)
+    shape = block_size, model.get_head_size(), model.dtype.itemsize
+    # Pages of a block are no matter here: together they have its slots.
+    slots = ResidentBlock.of(config, *shape).slots
+    return SlotLayout.from_config(config, slots, longest_request(vllm_config))

@@ -17,8 +17,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.geometry import BlockCut, page_slots_of
-from vllm_h2o.policy.layout import SlotLayout, floats_of_page, state_bytes
+from vllm_h2o.policy.geometry import BlockCut, ResidentBlock, bytes_of_page
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.request import RequestLimits
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class H2OAttentionSpec(FullAttentionSpec):
         h2o: The policy.
         max_model_len: Longest sequence in tokens, sizes the dense columns; that which
             vllm finds (`--max-model-len auto`) may be shorter.
-        most_page_slots: Slots of a page at most, see `page_slots`; 0: pages are blocks.
+        most_page_slots: Slots of a page at most, see `ResidentBlock.of`.
         richest_slots: Slots of the KV head with the largest budget; 0: all heads have
             the same budget, or each request shares it out.
         richest_layer_slots: Slots that the heads of one layer have together at most,
@@ -53,8 +53,8 @@ class H2OAttentionSpec(FullAttentionSpec):
         super().__post_init__()
         # Pages end with the state of their slots. vLLM's own page padding keeps it
         # out of the view that stock kernels get.
-        needed = self.block_size // self.page_slots * self._page_bytes
-        padded = max(needed, self.page_size_padded or 0)
+        needed = self._resident.num_pages * self._page_bytes
+        padded = max(needed, self.unpadded_page_size_bytes, self.page_size_padded or 0)
         object.__setattr__(self, "page_size_padded", padded)
 
     @classmethod
@@ -73,8 +73,8 @@ class H2OAttentionSpec(FullAttentionSpec):
 
     @property
     def layout(self) -> SlotLayout:
-        """The slots of a request as the scheduler counts them, in blocks."""
-        return SlotLayout.from_config(self.h2o, self.block_size, self.max_model_len)
+        """The slots of a request as the scheduler counts them, in resident blocks."""
+        return SlotLayout.from_config(self.h2o, self.block_slots, self.max_model_len)
 
     @property
     def page_layout(self) -> SlotLayout:
@@ -82,26 +82,46 @@ class H2OAttentionSpec(FullAttentionSpec):
         pages = self.layout.budget // self.page_slots
         return SlotLayout.of_blocks(self.h2o, self.page_slots, pages)
 
+    @property
+    def dense_layout(self) -> SlotLayout:
+        """The slots of a request that stays dense: a token's is its position."""
+        blocks = min(cdiv(self.layout.budget, self.block_size), self.dense_columns)
+        slots = blocks * self.block_size
+        return SlotLayout(self.block_size, slots - 1, 1, sinks=0, whole_blocks=False)
+
     @cached_property
+    def _resident(self) -> ResidentBlock:
+        return ResidentBlock.of(
+            self.h2o, self.block_size, self.head_size, self.dtype.itemsize,
+            self.most_page_slots,
+        )  # fmt: skip
+
+    @property
     def page_slots(self) -> int:
-        """Slots of a page of a resident block, see `policy.geometry`."""
-        whole = self.h2o.eviction_unit == "block"
-        return page_slots_of(self.block_size, 0 if whole else self.most_page_slots)
+        """Slots of a page of a resident block."""
+        return self._resident.page_slots
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a resident block; a block of another request has `block_size`."""
+        return self._resident.slots
 
     @property
     def _page_bytes(self) -> int:
-        """Bytes of a page: keys and values, then the state of its slots."""
-        slots, h2o = self.page_slots, self.h2o
-        floats = floats_of_page(self.head_size, slots, h2o.reads_part, h2o.merges)
-        content = self.unpadded_page_size_bytes * slots // self.block_size
-        num_fields = len(h2o.method.fields)
-        return content + state_bytes(self.num_kv_heads, slots, num_fields, floats)
+        return self.num_kv_heads * bytes_of_page(
+            self.h2o, self.head_size, self.dtype.itemsize, self.page_slots
+        )
 
     @cached_property
     def cut(self) -> BlockCut:
         """Where the pages of resident blocks are."""
-        per_block = self.block_size // self.page_slots
-        return BlockCut.of(self.page_size_bytes, self._page_bytes, per_block)
+        pages = self._resident.num_pages
+        return BlockCut.of(self.page_size_bytes, self._page_bytes, pages)
+
+    @property
+    def pages_are_blocks(self) -> bool:
+        """Whether the pages of resident blocks are as vLLM's attention has blocks."""
+        return self.cut.per_block == 1 and not self.h2o.quantizes
 
     def limits(self, device: str) -> RequestLimits:
         """What requests may ask for, on a device of the kind that torch calls so."""
@@ -141,7 +161,7 @@ class H2OAttentionSpec(FullAttentionSpec):
         budget = limits.climb(None, longest, longest).budget
         blocks = cdiv(longest, self.block_size)
         if longest > budget:
-            blocks += budget // self.block_size
+            blocks += budget // self.block_slots
         return blocks * self.page_size_bytes
 
     @classmethod

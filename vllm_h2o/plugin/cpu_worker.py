@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_h2o.attention.ops import KERNELS, Capability, cpu, named_kernels
+from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.plugin.worker import H2OWorker
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class H2OCPUWorker(H2OWorker, CPUWorker):
         assert isinstance(dtype, torch.dtype)
         named = named_kernels()
         if named is None:
-            cpu.build(dtype)
+            config = h2o_config(vllm_config)
+            assert config is not None, "only H2O's worker calls this"
+            cpu.build(dtype, config.quantizes)
         elif Capability.TORCH in named.CAPABILITIES:
             logger.warning_once(
                 "H2O runs in plain torch, many times slower than its kernels: "

@@ -135,7 +135,7 @@ def scratch_bytes(
     spec, budget = ours[0], ours[0].layout.budget
     max_rows = vllm_config.scheduler_config.max_num_seqs
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    pool = num_blocks * spec.block_size
+    pool = num_blocks * spec.block_slots
     return DecodeScratch.bytes_of(
         max_rows,
         model.get_num_attention_heads(parallel),

@@ -17,8 +17,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm_h2o.core.settings import h2o_config, longest_request
-from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.core.settings import h2o_config, layout_of, longest_request
 from vllm_h2o.policy.request import RequestLimits, RequestOptions, asks_anything
 
 if TYPE_CHECKING:
@@ -60,12 +59,11 @@ def limits_of(vllm_config: VllmConfig) -> RequestLimits:
     """What requests may ask of an engine, as far as this process knows it."""
     config = h2o_config(vllm_config)
     assert config is not None
-    block_size = vllm_config.cache_config.block_size
-    longest = longest_request(vllm_config)
-    layout = SlotLayout.from_config(config, block_size, longest)
-    return RequestLimits.of(
-        config, layout, vllm_config.device_config.device_type, longest
+    device, longest = (
+        vllm_config.device_config.device_type,
+        longest_request(vllm_config),
     )
+    return RequestLimits.of(config, layout_of(vllm_config, config), device, longest)
 
 
 def _most_tokens(request: EngineCoreRequest, vllm_config: VllmConfig) -> int:

@@ -12,15 +12,19 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_h2o.core.settings import CONFIG_KEY, h2o_config, uses_profile_cache
+from vllm_h2o.core.settings import (
+    CONFIG_KEY,
+    h2o_config,
+    layout_of,
+    uses_profile_cache,
+)
 from vllm_h2o.plugin.engine_args import (
     SCHEDULER_CLS,
     WORKER_CLS,
     check_version,
     needed_worker_cls,
 )
-from vllm_h2o.policy.config import MEASURE, REQUEST, UNIFORM
-from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.config import INT8, MEASURE, MODEL, REQUEST, UNIFORM
 from vllm_h2o.policy.methods import fused_form_of, fused_prompt_form_of
 from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.profile import HeadProfile
@@ -49,11 +53,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
     _check_kernel(vllm_config, config)
-    SlotLayout.from_config(
-        config,
-        vllm_config.cache_config.block_size,
-        vllm_config.model_config.max_model_len,
-    )
+    layout_of(vllm_config, config)
     _check_head_budgets(vllm_config, config)
 
 
@@ -239,6 +239,11 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
         raise ValueError(
             f"h2o_head_budgets={REQUEST!r} (--h2o-head-budgets) {reference}, or use "
             f"{UNIFORM!r}"
+        )
+    if config.quantizes and Capability.INT8 not in capabilities:
+        raise ValueError(
+            f"h2o_resident_dtype={INT8!r} (--h2o-resident-dtype) {reference}, or use "
+            f"{MODEL!r}"
         )
     asked = [("read", "100%")] * config.reads_part + [("merge", "none")] * config.merges
     for option, off in asked:

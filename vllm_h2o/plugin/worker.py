@@ -17,6 +17,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.attention.pages import clear_blocks
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.watch import Recorder
 from vllm_h2o.calibration.measure import LoadedModel
@@ -206,10 +207,26 @@ class H2OWorker(H2OCalls, _Stock):
         if self._recorder:
             self._recorder.look()
         self._step.begin(self._plan, sorted(gone))
+        self._clear_blocks(scheduler_output)
         try:
             return self._timed(super().execute_model(scheduler_output))
         finally:
             self._step.end()
+
+    def _clear_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Clear the blocks that are about to be vLLM's, where they may have been cut.
+
+        vLLM's own runners would clear what its layers have in a block, of which ours
+        may be longer.
+        """
+        block_ids = scheduler_output.new_block_ids_to_zero
+        if not block_ids:
+            return
+        for _, builder in self._h2o_builders():
+            for name in builder.layer_names:
+                clear_blocks(self._h2o_layers[name].kv_cache, block_ids)
+        if not self.model_runner.kv_cache_config.needs_kv_cache_zeroing:
+            scheduler_output.new_block_ids_to_zero = None
 
     def sample_tokens(self, grammar_output):
         """Sample, where that is a step of its own."""

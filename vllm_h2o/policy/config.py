@@ -29,7 +29,9 @@ MOST_POOLING = 1023
 _UNITS = ("token", "block")
 _MERGES = ("none", "value")
 ATTENTION, GATE = "attention", "gate"
+MODEL, INT8 = "model", "int8"
 _PROMPT_SCORES = (AUTO, ATTENTION, GATE)
+_RESIDENT_DTYPES = (MODEL, INT8)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ class H2OConfig:
             whole reads all.
         merge: `"value"`: what is dropped is averaged into the value of what is kept
             and has the most similar key (`vllm_h2o.policy.merging`); `"none"`.
+        resident_dtype: `"int8"`: keys and values of compressed requests are rounded to
+            8 bits (`vllm_h2o.policy.quantization`), nearly twice as many tokens in the
+            same memory; `"model"`: they have the model's type.
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
             (`vllm_h2o.policy.profile`), `"auto"`: the profile in the model's
@@ -137,6 +142,12 @@ class H2OConfig:
         "of the kept token with the most similar key.",
         choices=_MERGES,
     )
+    resident_dtype: str = option(
+        MODEL,
+        "Type of the keys and values that a compressed request holds: the model's, or "
+        "int8, half the memory.",
+        choices=_RESIDENT_DTYPES,
+    )
     eviction_unit: str = option(
         "token", "Whether tokens or whole blocks compete.", choices=_UNITS
     )
@@ -168,6 +179,7 @@ class H2OConfig:
         check_choice("prompt_score", self.prompt_score, _PROMPT_SCORES)
         check_choice("eviction_unit", self.eviction_unit, _UNITS)
         check_choice("merge", self.merge, _MERGES)
+        check_choice("resident_dtype", self.resident_dtype, _RESIDENT_DTYPES)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
             fix = (
                 "use 'uniform', 'auto', 'measure', 'request' or the file of a head "
@@ -198,6 +210,11 @@ class H2OConfig:
             raise ValueError(
                 f"h2o_merge={shown(self.merge)} needs h2o_eviction_unit='token': with "
                 "'block' use h2o_merge='none'"
+            )
+        if self.quantizes and (why := self._why_not_quantized()):
+            raise ValueError(
+                f"h2o_resident_dtype={INT8!r} (--h2o-resident-dtype) needs {why}, or "
+                f"{MODEL!r}"
             )
         if self.recent_ratio == 1.0 and self.eviction_unit == "block":
             raise ValueError(
@@ -245,6 +262,21 @@ class H2OConfig:
                 "h2o_eviction_unit='token' and h2o_recent_ratio below 1, not "
                 f"{shown(self.eviction_unit)} and {self.recent_ratio}: use these"
             )
+        return ""
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether what compressed requests hold is rounded to int8."""
+        return self.resident_dtype == INT8
+
+    def _why_not_quantized(self) -> str:
+        """What int8 needs in place of what is there; or nothing."""
+        if self.merges:
+            # Rounded anew with each token that goes into it, a value would drift.
+            return f"h2o_merge='none', not {shown(self.merge)}: use this"
+        if self.eviction_unit == "block":
+            unit = shown(self.eviction_unit)
+            return f"h2o_eviction_unit='token', not {unit}: use this"
         return ""
 
     @property

@@ -8,12 +8,85 @@ slots, one after the other, and heads share out pages.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import floats_of_page, state_bytes
+from vllm_h2o.policy.quantization import NUM_SCALES
+
 _SLOTS_UNIT = 16
 """Slots of a page are a multiple of it: kernels read so many at once."""
+_MOST_SLOTS = 64
+"""Of a page whose slots take fewer bytes than tokens: with more of them a kernel is not
+faster, and heads have less to share out."""
+
+
+@dataclass(frozen=True)
+class ResidentBlock:
+    """What a resident block is cut into.
+
+    Attributes:
+        page_slots: Slots of a page.
+        num_pages: Pages of a block.
+    """
+
+    page_slots: int
+    num_pages: int
+
+    @property
+    def slots(self) -> int:
+        """Slots of a block."""
+        return self.page_slots * self.num_pages
+
+    @classmethod
+    def of(
+        cls,
+        config: H2OConfig,
+        block_size: int,
+        head_size: int,
+        item_bytes: int,
+        most_page_slots: int = 0,
+    ) -> ResidentBlock:
+        """Cut a block.
+
+        Args:
+            config: The policy.
+            block_size: Tokens of a block of vLLM's.
+            head_size: Of keys and of values.
+            item_bytes: Of an element of vLLM's.
+            most_page_slots: Slots of a page at most; 0: pages are blocks. Where slots
+                take fewer bytes than tokens it says nothing.
+        """
+        if config.quantizes:
+            block_bytes = block_size * 2 * head_size * item_bytes
+            sizes = (config, head_size, item_bytes)
+            return cls(
+                *narrow_pages(block_bytes, lambda slots: bytes_of_page(*sizes, slots))
+            )
+        whole = config.eviction_unit == "block"
+        slots = page_slots_of(block_size, 0 if whole else most_page_slots)
+        return cls(slots, block_size // slots)
+
+
+def bytes_of_page(
+    config: H2OConfig, head_size: int, item_bytes: int, slots: int
+) -> int:
+    """Bytes of a page in one KV head: keys and values, then the state of its slots.
+
+    Args:
+        config: The policy.
+        head_size: Of keys and of values.
+        item_bytes: Of an element of vLLM's.
+        slots: Of the page.
+    """
+    item, num_fields = item_bytes, len(config.method.fields)
+    if config.quantizes:
+        item, num_fields = 1, num_fields + NUM_SCALES
+    floats = floats_of_page(head_size, slots, config.reads_part, config.merges)
+    return slots * 2 * head_size * item + state_bytes(1, slots, num_fields, floats)
 
 
 def page_slots_of(block_size: int, most: int) -> int:
@@ -27,6 +100,28 @@ def page_slots_of(block_size: int, most: int) -> int:
         if block_size % slots == 0:
             return slots
     return block_size
+
+
+def narrow_pages(block_bytes: int, page_bytes: Callable[[int], int]) -> tuple[int, int]:
+    """Slots of a page, and pages of a block, where slots take fewer bytes than tokens.
+
+    A resident block holds as many as go into it. It may have to be longer than vLLM's,
+    and so all blocks, for one more page: what is least is the product of what a block
+    takes per token before and per slot after its request is compressed.
+
+    Args:
+        block_bytes: What vLLM needs of a block.
+        page_bytes: Returns the bytes of a page of so many slots.
+    """
+    cuts = []
+    for slots in range(_SLOTS_UNIT, _MOST_SLOTS + 1, _SLOTS_UNIT):
+        size = page_bytes(slots)
+        for count in (block_bytes // size, block_bytes // size + 1):
+            longest = max(block_bytes, count * size)
+            if count:
+                cuts.append((longest**2 / (count * slots), -slots, count))
+    _, slots, per_block = min(cuts)
+    return -slots, per_block
 
 
 @dataclass(frozen=True)

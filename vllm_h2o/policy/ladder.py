@@ -51,7 +51,7 @@ class Ladder:
             block_size: Token slots of a block.
             max_model_len: Tokens of the longest request.
         """
-        blocks, budgets, lengths = max(-(-least_tokens // block_size), 2), [], []
+        blocks, budgets, lengths = -(-least_tokens // block_size), [], []
         while blocks < most_blocks:
             # A request fills its budget, and heads part, before it grows.
             length = max(int(blocks / share), blocks + 1) * block_size

@@ -5,8 +5,8 @@
     slots [heavy_slots, budget)      a ring over the last recent_slots tokens
 
 `budget`, `heavy_slots` and `recent_slots` are multiples of the block size, except
-that a policy without a heavy set has just its sinks there, and that a head of one
-block (only among budgets by head) splits it.
+that a policy without a heavy set has just its sinks there, and that a single block is
+split.
 """
 
 from __future__ import annotations
@@ -45,25 +45,29 @@ class SlotLayout:
         """Round a config to blocks.
 
         Raises:
-            ValueError: The budget leaves no heavy or no recent block, or the
-                sinks do not fit the heavy set.
+            ValueError: The budget leaves no heavy or no recent block where blocks
+                compete, or the sinks do not fit.
         """
         # Slots past the longest sequence would never be used.
         asked = min(config.budget_tokens(max_model_len), max_model_len)
         blocks = -(-asked // block_size)
-        if max_model_len <= block_size:
-            raise ValueError(
-                f"--block-size is {block_size}, which holds the longest request "
-                f"(--max-model-len {max_model_len}): H2O needs two blocks, a heavy "
-                "and a recent one; use a smaller --block-size"
-            )
-        if blocks < 2:
+        layout = cls.of_blocks(config, block_size, blocks)
+        fewest = cls.fewest_of_request(config, block_size)
+        if blocks < fewest:
+            what = "a heavy and a recent one"
+            if config.eviction_unit == "token":
+                what = f"which {config.sinks} sinks (--h2o-sinks) need"
+            least = (fewest - 1) * block_size + 1
+            fix = f"use {least} or more, or a smaller --block-size"
+            if max_model_len < least:
+                fix = (
+                    f"use a smaller --block-size, as --max-model-len is {max_model_len}"
+                )
             raise ValueError(
                 f"h2o_budget (--h2o-budget) is {shown(config.budget)}, {asked} tokens: "
-                f"less than two blocks of {block_size}, a heavy and a recent one; "
-                f"use {block_size + 1} or more, or a smaller --block-size"
+                f"less than {fewest} blocks of {block_size}, {what}; {fix}"
             )
-        return cls.of_blocks(config, block_size, blocks)
+        return layout
 
     @classmethod
     def of_blocks(cls, config: H2OConfig, block_size: int, blocks: int) -> SlotLayout:
@@ -110,6 +114,17 @@ class SlotLayout:
         while cls._heavy_slots(config, block_size, blocks) < config.sinks:
             blocks += 1
         return blocks
+
+    @classmethod
+    def fewest_of_request(cls, config: H2OConfig, block_size: int) -> int:
+        """Smallest number of blocks that a request may get.
+
+        One, as far as the sinks leave room; two where blocks compete.
+        """
+        blocks = cls.fewest_blocks(config, block_size)
+        if config.eviction_unit == "block":
+            blocks = max(blocks, 2)
+        return max(blocks, config.sinks // block_size + 1)
 
     @property
     def budget(self) -> int:

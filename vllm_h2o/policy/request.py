@@ -60,7 +60,8 @@ class RequestLimits:
             if no_number and not why:
                 why = f"on {device} they differ only where --h2o-budget is a share"
         else:
-            least = max(config.min_budget, size * _fewest_blocks(config, size))
+            fewest = SlotLayout.fewest_of_request(config, size)
+            least = max(config.min_budget, size * fewest)
             ladder = Ladder.of_share(
                 share, least, layout.budget_blocks, size, max_model_len
             )
@@ -74,8 +75,8 @@ class RequestLimits:
 
     @cached_property
     def fewest_blocks(self) -> int:
-        """Blocks of a request at least: a heavy and a recent one, and the sinks'."""
-        return _fewest_blocks(self.config, self.layout.block_size)
+        """Blocks of a request at least."""
+        return SlotLayout.fewest_of_request(self.config, self.layout.block_size)
 
     def climb(
         self, asked: int | str | None, num_tokens: int, most_tokens: int
@@ -237,11 +238,6 @@ class RequestOptions:
         if report is None:
             raise _bad("report", self.report, "use true or false")
         return report
-
-
-def _fewest_blocks(config: H2OConfig, block_size: int) -> int:
-    blocks = max(2, SlotLayout.fewest_blocks(config, block_size))
-    return max(blocks, config.sinks // block_size + 1)
 
 
 def asks_anything(extra_args: Mapping[str, Any] | None) -> bool:

@@ -181,6 +181,13 @@ static inline void h2o_prefetch(const void *from, int64_t bytes) {
     }
 }
 
+/* Steps of a scale, see policy/quantization.py. */
+static inline int8_t h2o_quantized(float x, float scale) {
+    const float steps = rintf(x / scale);
+    if (!(scale > 0.0f) || steps != steps) return 0;
+    return (int8_t)(steps > 127.0f ? 127.0f : steps < -127.0f ? -127.0f : steps);
+}
+
 /* e^x for x <= 0, relative error below 3e-7; vectorizes. */
 static inline float h2o_exp(float x) {
     x = x < -87.0f ? -87.0f : x;
@@ -333,6 +340,8 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 
 #include "select.h"
 
+#ifndef H2O_INT8
+
 #define NAME h2o_decode_float32
 #define COPY_KEPT h2o_copy_kept_float32
 #define ORDER_RINGS h2o_order_rings_float32
@@ -381,4 +390,45 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #include "observe.h"
 #include "gate.h"
 #include "undefine.h"
+#endif
+
+#else /* a library of its own: resident pages of int8, by the type of the query */
+
+#define KV int8_t
+#define KV_TO_F32(x) ((float)(x))
+#define KV_FROM_F32(x) ((int8_t)(x))
+#define KV_LOAD(from) h2o_load_i8(from)
+#define KV_LOAD_PAIR(from, pair) \
+    ((pair)[0] = KV_LOAD(from), (pair)[1] = KV_LOAD((from) + H2O_LANES))
+#define KV_IN_ORDER(pair) ((void)(pair))
+
+#define NAME h2o_decode_float32
+#define COPY_KEPT h2o_copy_kept_float32
+#define ORDER_RINGS h2o_order_rings_float32
+#define ELEM float
+#define TO_F32(x) (x)
+#define FROM_F32(x) (x)
+#include "decode.h"
+#include "undefine.h"
+
+#define NAME h2o_decode_bfloat16
+#define COPY_KEPT h2o_copy_kept_bfloat16
+#define ORDER_RINGS h2o_order_rings_bfloat16
+#define ELEM uint16_t
+#define TO_F32(x) h2o_bf16_to_f32(x)
+#define FROM_F32(x) h2o_f32_to_bf16(x)
+#include "decode.h"
+#include "undefine.h"
+
+#ifdef __FLT16_MANT_DIG__
+#define NAME h2o_decode_float16
+#define COPY_KEPT h2o_copy_kept_float16
+#define ORDER_RINGS h2o_order_rings_float16
+#define ELEM _Float16
+#define TO_F32(x) ((float)(x))
+#define FROM_F32(x) ((_Float16)(x))
+#include "decode.h"
+#include "undefine.h"
+#endif
+
 #endif

@@ -1,7 +1,7 @@
 /* One decode step of resident rows: graduate, write, attend, score.
  *
  * Included once per element type with these macros set:
- *   ELEM        storage type of query, key, value, cache and output
+ *   ELEM        storage type of query, key, value, output and dense pages
  *   NAME        name of the exported function
  *   COPY_KEPT   name of the exported function that compresses a request
  *   ORDER_RINGS name of the exported function that puts its recent tokens in order
@@ -10,6 +10,8 @@
  *   LOAD(from)  H2O_LANES ELEMs -> vector of floats
  *   LOAD_PAIR(from, pair)  twice as many -> two of them, in any order, which
  *   IN_ORDER(pair)         undoes
+ * and, where keys and values of resident pages are rounded, the same of their type as KV,
+ * KV_TO_F32 and so on; else they are ELEMs.
  *
  * Formula, per row with new position p and KV head g (query heads h of g):
  *   score(s)  = attention[s], for mean attention[s] / (p - max(birth[s], first_query))
@@ -19,6 +21,8 @@
  *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
  *   observe   : attention[s] = attention[s] * decay + sum_{h in g} A[h,s]
  * A row with p < first_query leaves all attention alone: others may share its pages.
+ * Rounded keys and values (SCALED) are steps of a scale that their token has
+ * (policy/quantization.py): logits, and what values are weighed by, are multiplied by it.
  * Where losses merge, what graduation drops goes into the values that are kept once
  * this query has read them (merge.h).
  * With read < 1 the other rows attend to a part of the pages only (read.h); A is 0 for
@@ -31,21 +35,37 @@
  * A page (one block of one layer) is, per KV head, K column-major
  * [head_size][block_size] then V row-major [block_size][head_size] (vLLM's CPU
  * layout, ISA `vec`); then float attention[heads][block_size] and
- * int32 births[heads][block_size] of the whole page, and with read < 1
+ * int32 births[heads][block_size] of the whole page; where keys and values are rounded
+ * float scales of keys and of values [heads][block_size]; with read < 1
  * float bounds[heads][head_size]; where losses merge
  * float inverse_norms[heads][block_size] lie before the bounds, and the page's last
  * floats are thresholds[heads].
  */
+
+#ifdef KV
+#define SCALED 1
+#else
+#define SCALED 0
+#define KV ELEM
+#define KV_TO_F32(x) TO_F32(x)
+#define KV_FROM_F32(x) FROM_F32(x)
+#define KV_LOAD(from) LOAD(from)
+#define KV_LOAD_PAIR(from, pair) LOAD_PAIR(from, pair)
+#define KV_IN_ORDER(pair) IN_ORDER(pair)
+#define H2O_KV_IS_ELEM /* for undefine.h */
+#endif
 
 #define CAT_(a, b) b##_##a
 #define CAT(a, b) CAT_(a, b)
 #define FN(name) CAT(name, NAME)
 
 typedef struct {
-    ELEM *key;    /* [head_size][block_size] */
-    ELEM *value;  /* [block_size][head_size] */
+    KV *key;    /* [head_size][block_size] */
+    KV *value;  /* [block_size][head_size] */
     float *attention; /* [block_size] */
     int32_t *birth;
+    float *key_scale; /* [block_size], where they are rounded */
+    float *value_scale;
     float *inverse_norm; /* [block_size] of the keys, where losses merge */
     float *bound;        /* [head_size], with read < 1 only */
     float *threshold;    /* of a head, where losses merge: in its first page */
@@ -55,12 +75,15 @@ static inline FN(page) FN(page_at)(const h2o_decode_args *a, char *base, int64_t
     const int64_t half = a->block_size * a->head_size;
     float *attention = (float *)(base + a->state_offset);
     FN(page) page;
-    page.key = (ELEM *)base + head * 2 * half;
+    page.key = (KV *)base + head * 2 * half;
     page.value = page.key + half;
     page.attention = attention + head * a->block_size;
     attention += a->num_kv_heads * a->block_size;
     page.birth = (int32_t *)attention + head * a->block_size;
     attention += a->num_kv_heads * a->block_size;
+    page.key_scale = attention + head * a->block_size;
+    page.value_scale = page.key_scale + a->num_kv_heads * a->block_size;
+    if (SCALED) attention += 2 * a->num_kv_heads * a->block_size;
     page.inverse_norm = attention + head * a->block_size;
     if (a->merges) attention += a->num_kv_heads * a->block_size;
     page.bound = attention + head * a->head_size;
@@ -78,14 +101,64 @@ static inline FN(page) FN(page_of)(const h2o_decode_args *a, const h2o_slots *r,
     return FN(page_at)(a, base, r->head);
 }
 
+/* Element d of the key in a slot. */
+static inline float FN(key_at)(const h2o_decode_args *a, FN(page) page, int64_t d,
+                               int64_t slot) {
+    const float x = KV_TO_F32(page.key[d * a->block_size + slot]);
+    return SCALED ? x * page.key_scale[slot] : x;
+}
+
 #include "merge.h"
 #include "read.h"
 
-static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64_t i,
-                                  FN(page) to, int64_t j) {
+/* Key and value, as they are. */
+static inline void FN(copy_vectors)(const h2o_decode_args *a, FN(page) from, int64_t i,
+                                    FN(page) to, int64_t j) {
     const int64_t bs = a->block_size, hs = a->head_size;
     for (int64_t d = 0; d < hs; ++d) to.key[d * bs + j] = from.key[d * bs + i];
-    memcpy(to.value + j * hs, from.value + i * hs, hs * sizeof(ELEM));
+    memcpy(to.value + j * hs, from.value + i * hs, hs * sizeof(KV));
+    if (!SCALED) return;
+    to.key_scale[j] = from.key_scale[i];
+    to.value_scale[j] = from.value_scale[i];
+}
+
+/* The scale of a vector whose elements are `step` apart; NaN if one of them is. */
+static inline float FN(scale_of)(const ELEM *x, int64_t step, int64_t count) {
+    float most = 0.0f;
+    int is_nan = 0;
+    for (int64_t d = 0; d < count; ++d) {
+        const float size = fabsf(TO_F32(x[d * step]));
+        is_nan |= size != size;
+        most = size > most ? size : most;
+    }
+    return is_nan ? NAN : most / 127.0f;
+}
+
+/* A key, whose elements are `step` apart, and a value into a slot. */
+static inline void FN(put_vectors)(const h2o_decode_args *a, FN(page) to, int64_t j,
+                                   const ELEM *restrict key, int64_t step,
+                                   const ELEM *restrict value) {
+    const int64_t bs = a->block_size, hs = a->head_size;
+#if SCALED
+    const float key_scale = FN(scale_of)(key, step, hs);
+    const float value_scale = FN(scale_of)(value, 1, hs);
+    KV *restrict to_key = to.key + j, *restrict to_value = to.value + j * hs;
+    for (int64_t d = 0; d < hs; ++d)
+        to_key[d * bs] = h2o_quantized(TO_F32(key[d * step]), key_scale);
+    for (int64_t d = 0; d < hs; ++d)
+        to_value[d] = h2o_quantized(TO_F32(value[d]), value_scale);
+    to.key_scale[j] = key_scale;
+    to.value_scale[j] = value_scale;
+#else
+    KV *restrict to_key = to.key + j;
+    for (int64_t d = 0; d < hs; ++d) to_key[d * bs] = key[d * step];
+    memcpy(to.value + j * hs, value, hs * sizeof(KV));
+#endif
+}
+
+static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64_t i,
+                                  FN(page) to, int64_t j) {
+    FN(copy_vectors)(a, from, i, to, j);
     to.attention[j] = from.attention[i];
     to.birth[j] = from.birth[i];
     if (a->merges) to.inverse_norm[j] = from.inverse_norm[i];
@@ -171,8 +244,8 @@ static void FN(graduate_block)(const h2o_decode_args *a, const h2o_slots *r) {
     FN(page) ring = FN(page_of)(a, r, r->slot / bs);
     if (loser < 0 || FN(block_score)(a, r, ring) <= lowest) return;
     FN(page) heavy = FN(page_of)(a, r, loser);
-    memcpy(heavy.key, ring.key, bs * a->head_size * sizeof(ELEM));
-    memcpy(heavy.value, ring.value, bs * a->head_size * sizeof(ELEM));
+    memcpy(heavy.key, ring.key, bs * a->head_size * sizeof(KV));
+    memcpy(heavy.value, ring.value, bs * a->head_size * sizeof(KV));
     memcpy(heavy.attention, ring.attention, bs * sizeof(float));
     memcpy(heavy.birth, ring.birth, bs * sizeof(int32_t));
     if (a->read < 1.0) FN(set_bound)(a, heavy, bs);
@@ -180,18 +253,18 @@ static void FN(graduate_block)(const h2o_decode_args *a, const h2o_slots *r) {
 
 /* A register tile: `tile` vectors that lie one after another, of which each two are
  * a pair as LOAD_PAIR has them; a tile of one is in order. */
-static inline __attribute__((always_inline)) void FN(load_tile)(const ELEM *from,
+static inline __attribute__((always_inline)) void FN(load_tile)(const KV *from,
                                                                 h2o_vec *to,
                                                                 const int tile) {
     if (tile == 1)
-        to[0] = LOAD(from);
+        to[0] = KV_LOAD(from);
     else
-        for (int s = 0; s < tile; s += 2) LOAD_PAIR(from + s * H2O_LANES, to + s);
+        for (int s = 0; s < tile; s += 2) KV_LOAD_PAIR(from + s * H2O_LANES, to + s);
 }
 
 static inline __attribute__((always_inline)) void FN(in_order)(h2o_vec *x,
                                                                const int tile) {
-    for (int s = 0; s + 2 <= tile; s += 2) IN_ORDER(x + s);
+    for (int s = 0; s + 2 <= tile; s += 2) KV_IN_ORDER(x + s);
 }
 
 /* In what follows `next` is where the next page is read in place of this one, NULL for
@@ -199,7 +272,7 @@ static inline __attribute__((always_inline)) void FN(in_order)(h2o_vec *x,
 
 /* rows[r][0..tile vectors) of a tile of slots: `count` queries meet one read of K. */
 static inline __attribute__((always_inline)) void FN(dot_tile)(
-    const float *restrict query, const ELEM *restrict key, const ELEM *next,
+    const float *restrict query, const KV *restrict key, const KV *next,
     int64_t head_size, int64_t block_size, int64_t stride, float *restrict rows,
     const int count, const int tile) {
     h2o_vec acc[H2O_MEETING][H2O_TILE];
@@ -208,7 +281,7 @@ static inline __attribute__((always_inline)) void FN(dot_tile)(
     for (int64_t d = 0; d < head_size; ++d) {
         h2o_vec k[H2O_TILE];
         FN(load_tile)(key + d * block_size, k, tile);
-        if (next) h2o_prefetch(next + d * block_size, tile * H2O_LANES * sizeof(ELEM));
+        if (next) h2o_prefetch(next + d * block_size, tile * H2O_LANES * sizeof(KV));
         for (int r = 0; r < count; ++r)
             for (int s = 0; s < tile; ++s) acc[r][s] += query[r * head_size + d] * k[s];
     }
@@ -221,7 +294,7 @@ static inline __attribute__((always_inline)) void FN(dot_tile)(
 
 /* The logits of a whole page. */
 static inline __attribute__((always_inline)) void FN(dot_page)(
-    const float *restrict query, const ELEM *restrict key, const ELEM *next,
+    const float *restrict query, const KV *restrict key, const KV *next,
     int64_t head_size, int64_t block_size, int64_t stride, float *restrict rows,
     const int count) {
     int64_t s = 0;
@@ -236,7 +309,7 @@ static inline __attribute__((always_inline)) void FN(dot_page)(
 /* out[g][0..tile vectors) *= keep[g], += sum over slots of probs[g][s] * value[s]. */
 static inline __attribute__((always_inline)) void FN(accumulate_tile)(
     const float *restrict probs, const float *restrict keep,
-    const ELEM *restrict value, const ELEM *next, int64_t head_size,
+    const KV *restrict value, const KV *next, int64_t head_size,
     int64_t num_slots, int64_t stride, float *restrict out, const int group,
     const int tile) {
     h2o_vec acc[H2O_GROUP][H2O_WIDE_TILE];
@@ -248,7 +321,7 @@ static inline __attribute__((always_inline)) void FN(accumulate_tile)(
         FN(load_tile)(value + s * head_size, v, tile);
         for (int d = 0; d < tile; ++d) H2O_IN_REGISTER(v[d]);
         if (next)
-            h2o_prefetch(next + s * head_size, tile * H2O_LANES * sizeof(ELEM));
+            h2o_prefetch(next + s * head_size, tile * H2O_LANES * sizeof(KV));
         for (int g = 0; g < group; ++g)
             for (int d = 0; d < tile; ++d) acc[g][d] += probs[g * stride + s] * v[d];
     }
@@ -266,11 +339,11 @@ static inline int FN(tile_at)(int64_t d, int64_t head_size) {
 /* The values of a whole page. */
 static inline __attribute__((always_inline)) void FN(accumulate_page)(
     const float *restrict probs, const float *restrict keep,
-    const ELEM *restrict value, const ELEM *next, int64_t head_size,
+    const KV *restrict value, const KV *next, int64_t head_size,
     int64_t num_slots, int64_t stride, float *restrict out, const int group) {
     for (int64_t d = 0; d < head_size;) {
         const int tile = FN(tile_at)(d, head_size);
-        const ELEM *ahead = next ? next + d : NULL;
+        const KV *ahead = next ? next + d : NULL;
         if (tile == H2O_WIDE_TILE)
             FN(accumulate_tile)(probs, keep, value + d, ahead, head_size, num_slots,
                                 stride, out + d, group, H2O_WIDE_TILE);
@@ -304,8 +377,14 @@ static inline __attribute__((always_inline)) void FN(attend_page)(
     int64_t stride, const float *q, float *probs, float *marks, float *out,
     float *sums, const int group, const int losses, h2o_lost *lost) {
     const int64_t bs = a->block_size, hs = a->head_size;
-    float keep[H2O_GROUP];
+    float keep[H2O_GROUP], weighed[SCALED ? H2O_GROUP * bs : 1];
     FN(dot_page)(q, page.key, next.key, hs, bs, stride, probs, group + losses);
+    if (SCALED) {
+        h2o_prefetch(next.key_scale, bs * sizeof(float));
+        h2o_prefetch(next.value_scale, bs * sizeof(float));
+        for (int g = 0; g < group; ++g)
+            for (int64_t s = 0; s < bs; ++s) probs[g * stride + s] *= page.key_scale[s];
+    }
     if (losses)
         FN(find_nearest)(probs + group * stride, page.inverse_norm, valid, page.value,
                          hs, lost);
@@ -319,8 +398,11 @@ static inline __attribute__((always_inline)) void FN(attend_page)(
         sums[g] = sums[g] * keep[g] + h2o_exps(part, bs, highest);
         marks[g] = highest;
     }
-    FN(accumulate_page)(probs, keep, page.value, next.value, hs, valid, stride, out,
-                        group);
+    for (int g = 0; SCALED && g < group; ++g)
+        for (int64_t s = 0; s < bs; ++s)
+            weighed[g * bs + s] = probs[g * stride + s] * page.value_scale[s];
+    FN(accumulate_page)(SCALED ? weighed : probs, keep, page.value, next.value, hs, valid,
+                        SCALED ? bs : stride, out, group);
 }
 
 /* attention = attention * decay + what the query heads gave, page by page. */
@@ -428,15 +510,14 @@ static void FN(attend_merging)(const h2o_decode_args *a, const h2o_slots *r, flo
 /* The new token into its slot. */
 static void FN(write)(const h2o_decode_args *a, const h2o_slots *r, const ELEM *key,
                       const ELEM *value) {
-    const int64_t bs = a->block_size, hs = a->head_size, i = r->slot % bs;
+    const int64_t bs = a->block_size, i = r->slot % bs;
     FN(page) page = FN(page_of)(a, r, r->slot / bs);
-    for (int64_t d = 0; d < hs; ++d) page.key[d * bs + i] = key[d];
-    memcpy(page.value + i * hs, value, hs * sizeof(ELEM));
-    if (H2O_SCORES(r)) page.attention[i] = 0.0f;
+    FN(put_vectors)(a, page, i, key, 1, value);
+    if (!H2O_SCORES(r)) return; /* it stays dense: its pages may have no state */
+    page.attention[i] = 0.0f;
     page.birth[i] = (int32_t)r->position;
     if (a->merges) FN(set_norm)(a, page, i);
-    if (a->read < 1.0 && H2O_SCORES(r) && r->slot < r->heavy_slots)
-        FN(set_bound)(a, page, i + 1);
+    if (a->read < 1.0 && r->slot < r->heavy_slots) FN(set_bound)(a, page, i + 1);
 }
 
 static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
@@ -514,18 +595,21 @@ int NAME(const h2o_decode_args *a) {
 static inline void FN(gather_tokens)(const h2o_transition_args *c, int64_t head,
                                      const int64_t *positions, int64_t count,
                                      FN(page) to, int64_t to_slot) {
-    const int64_t bs = c->target.block_size, hs = c->target.head_size;
-    const int64_t from_bs = c->source_block_size;
-    const char *base = (const char *)c->source_cache;
+    const h2o_decode_args *a = &c->target;
+    const int64_t from_bs = c->source_block_size, hs = a->head_size;
+    char *base = (char *)c->source_cache;
     base += c->source_blocks[positions[0] / from_bs] * c->source_page_stride;
+    if (c->in_place) {
+        const FN(page) from = FN(page_at)(a, base, head);
+        for (int64_t t = 0; t < count; ++t)
+            FN(copy_vectors)(a, from, positions[t] % from_bs, to, to_slot + t);
+        return;
+    }
     const ELEM *keys = (const ELEM *)base + head * 2 * from_bs * hs;
     const ELEM *values = keys + from_bs * hs;
     for (int64_t t = 0; t < count; ++t) {
-        const int64_t i = positions[t] % from_bs, j = to_slot + t;
-        const ELEM *restrict key = keys + i;
-        ELEM *restrict to_key = to.key + j;
-        for (int64_t d = 0; d < hs; ++d) to_key[d * bs] = key[d * from_bs];
-        memcpy(to.value + j * hs, values + i * hs, hs * sizeof(ELEM));
+        const int64_t i = positions[t] % from_bs;
+        FN(put_vectors)(a, to, to_slot + t, keys + i, from_bs, values + i * hs);
     }
 }
 
@@ -540,14 +624,34 @@ static inline void FN(set_state)(const h2o_transition_args *c, int64_t head,
     }
 }
 
-/* Whole pages of keys and values, one after another, to where a head has them. */
+/* Keys and values of a page of one head, one such page after another. */
+static inline int64_t FN(staged_bytes)(const h2o_decode_args *a) {
+    const int64_t scales = SCALED ? 2 * sizeof(float) : 0;
+    return a->block_size * (2 * a->head_size * sizeof(KV) + scales);
+}
+
+/* Where they are; `to` but for these. */
+static inline FN(page) FN(staged_page)(const h2o_decode_args *a, char *staged,
+                                       int64_t number, FN(page) to) {
+    to.key = (KV *)(staged + number * FN(staged_bytes)(a));
+    to.value = to.key + a->block_size * a->head_size;
+    to.key_scale = (float *)(to.value + a->block_size * a->head_size);
+    to.value_scale = to.key_scale + a->block_size;
+    return to;
+}
+
+/* Such pages to where a head has them. */
 static inline void FN(unstage)(const h2o_decode_args *a, const h2o_slots *target,
-                               const ELEM *staged, int64_t num_pages) {
-    const int64_t half = a->block_size * a->head_size;
-    for (int64_t number = 0; number < num_pages; ++number, staged += 2 * half) {
+                               char *staged, int64_t num_pages) {
+    const int64_t bs = a->block_size, half = bs * a->head_size * sizeof(KV);
+    for (int64_t number = 0; number < num_pages; ++number) {
         const FN(page) to = FN(page_of)(a, target, number);
-        memcpy(to.key, staged, half * sizeof(ELEM));
-        memcpy(to.value, staged + half, half * sizeof(ELEM));
+        const FN(page) from = FN(staged_page)(a, staged, number, to);
+        memcpy(to.key, from.key, half);
+        memcpy(to.value, from.value, half);
+        if (!SCALED) continue;
+        memcpy(to.key_scale, from.key_scale, bs * sizeof(float));
+        memcpy(to.value_scale, from.value_scale, bs * sizeof(float));
     }
 }
 
@@ -566,7 +670,7 @@ static inline void FN(set_bounds)(const h2o_decode_args *a, const h2o_slots *tar
  * written; there a head keeps all, which are where they belong, or fills its pages. */
 static int FN(copy_kept_head)(const h2o_transition_args *c, int64_t head) {
     const h2o_decode_args *a = &c->target;
-    const int64_t bs = a->block_size, hs = a->head_size, half = bs * hs;
+    const int64_t bs = a->block_size;
     const int64_t *positions = c->positions + head * c->most;
     const int64_t *slots = c->slots + head * c->most;
     const h2o_slots target = h2o_slots_of(a, 0, head);
@@ -574,17 +678,14 @@ static int FN(copy_kept_head)(const h2o_transition_args *c, int64_t head) {
     while (count < c->most && positions[count] >= 0) ++count;
     const int stays = c->in_place && count == c->num_tokens;
     const int64_t num_pages = c->in_place && !stays ? count / bs : 0;
-    ELEM *staged = num_pages ? malloc(num_pages * 2 * half * sizeof(ELEM)) : NULL;
+    char *staged = num_pages ? malloc(num_pages * FN(staged_bytes)(a)) : NULL;
     if (num_pages && !staged) return 1;
     for (int64_t t = 0; t < count; t += piece) {
         const int64_t number = slots[t] / bs, i = slots[t] % bs;
         FN(page) to = FN(page_of)(a, &target, number);
         piece = h2o_piece(positions, slots, t, count, c->source_block_size, bs);
         FN(set_state)(c, head, positions + t, piece, to, i);
-        if (staged) {
-            to.key = staged + number * 2 * half;
-            to.value = to.key + half;
-        }
+        if (staged) to = FN(staged_page)(a, staged, number, to);
         if (!stays) FN(gather_tokens)(c, head, positions + t, piece, to, i);
     }
     FN(unstage)(a, &target, staged, num_pages);
@@ -610,17 +711,21 @@ int COPY_KEPT(const h2o_transition_args *c, int64_t num_layers) {
 static inline void FN(move_staged)(const h2o_decode_args *a, FN(page) page, int64_t i,
                                    FN(page) staged, int64_t t, const int back) {
     const int64_t bs = a->block_size, hs = a->head_size;
-    ELEM *key = staged.key + t * hs, *value = staged.value + t * hs;
+    KV *key = staged.key + t * hs, *value = staged.value + t * hs;
     if (back) {
         for (int64_t d = 0; d < hs; ++d) page.key[d * bs + i] = key[d];
-        memcpy(page.value + i * hs, value, hs * sizeof(ELEM));
+        memcpy(page.value + i * hs, value, hs * sizeof(KV));
+        if (SCALED) page.key_scale[i] = staged.key_scale[t];
+        if (SCALED) page.value_scale[i] = staged.value_scale[t];
         page.attention[i] = staged.attention[t];
         page.birth[i] = staged.birth[t];
         if (a->merges) page.inverse_norm[i] = staged.inverse_norm[t];
         return;
     }
     for (int64_t d = 0; d < hs; ++d) key[d] = page.key[d * bs + i];
-    memcpy(value, page.value + i * hs, hs * sizeof(ELEM));
+    memcpy(value, page.value + i * hs, hs * sizeof(KV));
+    if (SCALED) staged.key_scale[t] = page.key_scale[i];
+    if (SCALED) staged.value_scale[t] = page.value_scale[i];
     staged.attention[t] = page.attention[i];
     staged.birth[t] = page.birth[i];
     if (a->merges) staged.inverse_norm[t] = page.inverse_norm[i];
@@ -630,12 +735,14 @@ static inline void FN(move_staged)(const h2o_decode_args *a, FN(page) page, int6
 static int FN(rotate_ring)(const h2o_decode_args *a, const h2o_slots *r) {
     const int64_t bs = a->block_size, hs = a->head_size;
     const int64_t count = r->budget - r->heavy_slots, oldest = r->slot - r->heavy_slots;
-    float *state = malloc(count * (2 * hs * sizeof(ELEM) + 3 * sizeof(float)));
+    float *state = malloc(count * (2 * hs * sizeof(KV) + 5 * sizeof(float)));
     if (!state) return 1;
     FN(page) staged = {.attention = state,
                        .birth = (int32_t *)(state + count),
                        .inverse_norm = state + 2 * count,
-                       .key = (ELEM *)(state + 3 * count)};
+                       .key_scale = state + 3 * count,
+                       .value_scale = state + 4 * count,
+                       .key = (KV *)(state + 5 * count)};
     staged.value = staged.key + count * hs;
     for (int back = 0; back < 2; ++back)
         for (int64_t t = 0; t < count; ++t) {

@@ -11,7 +11,7 @@ static void FN(set_bound)(const h2o_decode_args *a, FN(page) page, int64_t held)
     float keys[held], negated[held];
     for (int64_t d = 0; d < a->head_size; ++d) {
         for (int64_t s = 0; s < held; ++s) {
-            keys[s] = TO_F32(page.key[d * a->block_size + s]);
+            keys[s] = FN(key_at)(a, page, d, s);
             negated[s] = -keys[s];
         }
         page.bound[d] =

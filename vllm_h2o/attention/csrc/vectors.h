@@ -3,8 +3,10 @@
  * A register tile is an array of these with constant bounds: compilers keep that in
  * registers, which they did not do for arrays of plain floats.
  */
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512F__)
 #define H2O_LANES 16
 #else
 #define H2O_LANES 8
@@ -67,6 +69,23 @@ static inline __attribute__((always_inline)) void h2o_in_order_bf16(h2o_vec pair
     const h2o_vec even = pair[0], odd = pair[1];
     pair[0] = H2O_SHUFFLE(even, odd, H2O_LOW);
     pair[1] = H2O_SHUFFLE(even, odd, H2O_HIGH);
+}
+
+static inline __attribute__((always_inline)) h2o_vec h2o_load_i8(const int8_t *from) {
+#if defined(__AVX512F__)
+    __m128i bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return (h2o_vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
+    return (h2o_vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+    typedef int8_t h2o_bytes __attribute__((vector_size(H2O_LANES)));
+    typedef int32_t h2o_ints __attribute__((vector_size(4 * H2O_LANES)));
+    h2o_bytes bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, h2o_ints), h2o_vec);
+#endif
 }
 
 #ifdef __FLT16_MANT_DIG__

@@ -21,6 +21,8 @@ class Capability(Enum):
     """Queries that read some pages only (`H2OConfig.read`)."""
     MERGE = "merge"
     """Values of dropped tokens that go into kept ones (`H2OConfig.merge`)."""
+    INT8 = "int8"
+    """Keys and values of resident pages in int8 (`H2OConfig.resident_dtype`)."""
     PROMPT = "prompt"
     """Methods with rules of their own for prompts, which torch runs."""
     REQUEST = "request"
@@ -57,7 +59,8 @@ class Kernels(Protocol):
             query: `[num_rows, num_heads, head_size]`, float32, bfloat16 or float16.
             key: `[num_rows, num_kv_heads, head_size]` of the new tokens, after RoPE.
             value: `[num_rows, num_kv_heads, head_size]`.
-            pages: The layer's pages, updated in place.
+            pages: The layer's pages, updated in place; int8 ones hold rounded keys and
+                values (`policy.quantization`), also of the new token.
             rows: Which pages and positions.
             params: The layer's constants.
             output: `[num_rows, num_heads, head_size]`, written.
@@ -84,6 +87,7 @@ class Kernels(Protocol):
 
         Args:
             layers: The layers, each with what the request's tokens have got in it.
+                Where pages are int8, what comes from others is rounded.
             source_blocks: int32 pages of `ScoredLayer.source`, the token at position p
                 in page `p // block_size`, offset `p % block_size`.
             target_blocks: `[>= cdiv(min(tokens, budget), block_size)]` int32 pages of

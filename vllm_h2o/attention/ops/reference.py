@@ -25,6 +25,7 @@ from vllm_h2o.policy.layout import SlotLayout, place_of
 from vllm_h2o.policy.merging import NO_THRESHOLD, merged
 from vllm_h2o.policy.methods import Queries, State
 from vllm_h2o.policy.prompt_attention import tiles
+from vllm_h2o.policy.quantization import dequantize, quantize
 from vllm_h2o.policy.selection import select_residents
 from vllm_h2o.policy.softmax import attention_of
 from vllm_h2o.policy.sparse_read import pages_read
@@ -140,8 +141,10 @@ def copy_kept(
         merges = merge_dropped(layer.source, blocks, kept, state)
     for head, held in enumerate(kept.positions >= 0):
         positions, slots = kept.positions[head, held], kept.slots[head, held]
-        keys, values = _tokens(layer.source, blocks, head, positions)
-        tokens = {"keys": keys, "values": values, "births": positions.int()}
+        tokens = _tokens(layer.source, blocks, head, positions)
+        if pages.quantized and not layer.source.quantized:
+            tokens = quantized(tokens["keys"], tokens["values"])
+        tokens["births"] = positions.int()
         tokens |= {name: state[name][head, positions] for name in pages.state}
         target = _Resident(pages, rows, 0, head, params)
         for what, content in tokens.items():
@@ -200,7 +203,7 @@ def merge_dropped(
         tokens = [
             part.float()
             for which in (held, dropped)
-            for part in _tokens(pages, blocks, head, which)
+            for part in _tokens(pages, blocks, head, which).values()
         ]
         keys, values, lost_keys, lost_values = tokens
         merges.append(merged(keys, values, lost_keys, lost_values, threshold=None))
@@ -228,10 +231,24 @@ def put_merged(
 
 def _tokens(
     pages: Pages, blocks: torch.Tensor, head: int, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[n, head_size]` of a KV head in dense pages."""
+) -> dict[str, torch.Tensor]:
+    """Keys and values `[n, head_size]` of a KV head by position, as pages have them."""
     block, i = blocks[positions // pages.block_size], positions % pages.block_size
-    return pages.keys[block, head, :, i], pages.values[block, head, i]
+    tokens = {what: _part(pages, what)[block, head, i] for what in _scales_of(pages)}
+    keys, values = pages.keys[block, head, :, i], pages.values[block, head, i]
+    return {"keys": keys, "values": values, **tokens}
+
+
+def quantized(keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Keys and values `[n, head_size]` as int8 pages have them, by part."""
+    parts = zip(("key", "value"), (keys, values), strict=True)
+    rounded = {name: quantize(vectors) for name, vectors in parts}
+    steps = {f"{name}s": steps for name, (steps, _) in rounded.items()}
+    return steps | {f"{name}_scales": scales for name, (_, scales) in rounded.items()}
+
+
+def _scales_of(pages: Pages) -> tuple[str, ...]:
+    return ("key_scales", "value_scales") if pages.quantized else ()
 
 
 def start(
@@ -309,7 +326,7 @@ def attend_observed(
 
 
 def _part(pages: Pages, what: str) -> torch.Tensor:
-    """Keys, values or births of all pages, or one of the method's fields."""
+    """Keys, values, births or scales of all pages, or one of the method's fields."""
     return pages.state[what] if what in pages.state else getattr(pages, what)
 
 
@@ -356,8 +373,8 @@ class _Resident:
         return self.position >= self.first_query
 
     def page(self, what: str, number: int) -> torch.Tensor:
-        """View `[block_size, ...]` of a page's `keys`, `values`, `births`, or of a
-        field."""
+        """View `[block_size, ...]` of a part of a page: `keys`, `values`, `births`,
+        scales, or of a field."""
         pages, block = self.places[number]
         mine = _part(pages, what)[block, self.head]
         return mine.T if what == "keys" else mine
@@ -389,9 +406,17 @@ class _Resident:
         return {name: self.get(name, slots) for name in self.params.method.fields}
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy tokens between slots."""
-        for what in ("keys", "values", "births", *self.params.method.fields):
+        """Copy tokens between slots, as they are."""
+        scales, fields = _scales_of(self.pages), self.params.method.fields
+        for what in ("keys", "values", "births", *scales, *fields):
             self.put(what, target, self.get(what, source))
+
+    def vectors(self, what: str, slots: torch.Tensor) -> torch.Tensor:
+        """The slots' `keys` or `values`, `[n, head_size]` float32."""
+        content = self.get(what, slots)
+        if not self.pages.quantized:
+            return content.float()
+        return dequantize(content, self.get(f"{what[:-1]}_scales", slots))
 
     def graduate(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Let what leaves the recent window compete with the heavy set.
@@ -439,14 +464,18 @@ class _Resident:
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the new token into its slot."""
         number, i = divmod(self.slot, self.layout.block_size)
-        self.page("keys", number)[i] = key
-        self.page("values", number)[i] = value
-        if self.scores_now:
-            position = torch.tensor([self.position])
-            method = self.params.method
-            started = method.start(key[None, None], value[None, None], position)
-            for name, mine in started.items():
-                self.page(name, number)[i] = mine[0, 0]
+        new = {"keys": key, "values": value}
+        if self.pages.quantized:
+            new = quantized(key, value)
+        for what, content in new.items():
+            self.page(what, number)[i] = content
+        if not self.scores_now:
+            return  # It stays dense: others may share its pages, which have no state.
+        position = torch.tensor([self.position])
+        method = self.params.method
+        started = method.start(key[None, None], value[None, None], position)
+        for name, mine in started.items():
+            self.page(name, number)[i] = mine[0, 0]
         self.page("births", number)[i] = self.position
 
     def merge(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -484,8 +513,7 @@ class _Resident:
     def attend(self, query: torch.Tensor) -> torch.Tensor:
         """Return `[group, head_size]` attention; the slots add up what they get."""
         params, slots = self.params, self.occupied()
-        keys = self.get("keys", slots).float()
-        values = self.get("values", slots).float()
+        keys, values = self.vectors("keys", slots), self.vectors("values", slots)
         logits = query.float() @ keys.T * params.scale
         unread = None
         if params.read < 1.0 and self.scores_now:

@@ -61,7 +61,7 @@ def decode_resident(
     num_rows, num_heads, head_size = query.shape
     layout = params.layout
     check_supported(query.dtype, head_size, layout.block_size)
-    assert pages.keys.dtype == query.dtype
+    assert pages.quantized or pages.keys.dtype == query.dtype
     for tensor in (query, key, value, output):
         assert tensor.dtype == query.dtype
         assert tensor.stride(1) == head_size and tensor.stride(2) == 1
@@ -91,7 +91,7 @@ def decode_resident(
     args.key_stride = key.stride(0)
     args.value_stride = value.stride(0)
     args.output_stride = output.stride(0)
-    if _function("decode", query.dtype)(ctypes.byref(args)):
+    if _function("decode", query.dtype, pages)(ctypes.byref(args)):
         raise MemoryError("the H2O decode kernel could not allocate its scratch")
 
 
@@ -208,7 +208,7 @@ def copy_kept(
         args.source_page_stride = layer.source.page_stride
         args.in_place = source == target
         assert not args.in_place or layer.source is layer.pages
-    function = _function("copy_kept", layers[0].pages.keys.dtype)
+    function = _function("copy_kept", layers[0].source.keys.dtype, layers[0].pages)
     _run(function, "copy_kept", selection.args)
 
 
@@ -230,7 +230,7 @@ def order_rings(
         args.target.positions = args.target.first_queries = counts[:1].data_ptr()
         args.target.placements = index.data_ptr()
         args.target.grown_at = counts[1:].data_ptr()
-    function = _function("order_rings", layers[0].pages.keys.dtype)
+    function = _function("order_rings", layers[0].pages.keys.dtype, layers[0].pages)
     _run(function, "order_rings", all_args)
 
 
@@ -327,22 +327,33 @@ def check_supported(dtype: torch.dtype, head_size: int, block_size: int) -> None
         )
 
 
-def _function(name: str, dtype: torch.dtype):
-    return getattr(_library(), f"h2o_{name}_{_DTYPES[dtype]}")
+def _function(name: str, dtype: torch.dtype, pages: Pages | None = None):
+    """A kernel by the type of what is not in `pages`, resident ones."""
+    if pages is None or not pages.quantized:
+        return getattr(_library(), f"h2o_{name}_{_DTYPES[dtype]}")
+    # Of what stays in int8 pages the type is no matter.
+    of = _DTYPES.get(dtype, "float32")
+    return getattr(_library(quantized=True), f"h2o_{name}_{of}")
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    return library.load()
+def _library(quantized: bool = False) -> ctypes.CDLL:
+    return library.load(*["-DH2O_INT8"] * quantized)
 
 
-def build(dtype: torch.dtype) -> None:
+def build(dtype: torch.dtype, quantized: bool = False) -> None:
     """Build (if needed) and load the kernels, so that no request waits for them.
+
+    Args:
+        dtype: Of the model.
+        quantized: Whether resident pages are int8.
 
     Raises:
         RuntimeError: See `library.load`.
         ValueError: The library has no kernel for `dtype`.
     """
+    if quantized:
+        _library(quantized=True)
     if not hasattr(_library(), f"h2o_decode_{_DTYPES[dtype]}"):
         raise ValueError(
             f"H2O's kernels were built without {_DTYPES[dtype]} (--dtype), which "

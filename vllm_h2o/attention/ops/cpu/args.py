@@ -11,6 +11,7 @@ import torch
 from vllm_h2o.attention.ops.types import DecodeParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
+from vllm_h2o.policy.quantization import NUM_SCALES
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
@@ -131,12 +132,14 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> DecodeArgs:
         read=params.read,
     )
     assert not (params.merge and (params.read < 1.0 or layout.whole_blocks))
+    assert not (pages.quantized and (params.merge or layout.whole_blocks))
     _, num_kv_heads, head_size, block_size = pages.keys.shape
-    floats = floats_of_page(head_size, block_size, params.read < 1.0, params.merge)
-    needed = pages.state_offset + state_bytes(
-        num_kv_heads, block_size, page_floats=floats
-    )
-    assert pages.page_bytes >= needed, "a page is too small"
+    if pages.state:
+        floats = floats_of_page(head_size, block_size, params.read < 1.0, params.merge)
+        num_fields = 1 + NUM_SCALES * pages.quantized
+        state = state_bytes(num_kv_heads, block_size, num_fields, floats)
+        needed = pages.state_offset + state
+        assert pages.page_bytes >= needed, "a page is too small"
     if own is not None:
         assert not layout.whole_blocks
         args.head_sizes = own.sizes.data_ptr()

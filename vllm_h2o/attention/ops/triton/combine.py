@@ -84,8 +84,8 @@ def combine_kernel(
             out, partial_outputs, partial_maxima, partial_sums,
             first_partial + part, num_splits, GROUP, HEAD_SIZE, BLOCK_P, BLOCK_D,
         )  # fmt: skip
-    if SCORED:
-        scores_now = position >= tl.load(first_queries + row).to(tl.int32)
+    scores_now = position >= tl.load(first_queries + row).to(tl.int32)
+    if SCORED:  # noqa: SIM102  one is known when it is compiled
         if scores_now & (part * BLOCK_T < length):
             first = tl.load(logit_starts + row)
             first += logits_before(sizes, entry, head, position, BUDGET)
@@ -112,7 +112,8 @@ def combine_kernel(
             key + row.to(tl.int64) * key_strides[0] + head * key_strides[1],
             value + row.to(tl.int64) * value_strides[0] + head * value_strides[1],
             keys, keys_strides, values, values_strides, births, state_strides,
-            places, state, head, slot, position, HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
+            places, state, head, slot, position, scores_now,
+            HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
 
 

@@ -135,10 +135,10 @@ def graduate(
 @triton.jit
 def write_token(
     key, value, keys, key_strides, values, value_strides, births, state_strides,
-    places, state, head, slot, position,
+    places, state, head, slot, position, scores_now,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Put K, V and birth of the new token into `slot`.
+    """Put K, V and, if its query scores, the birth of the new token into `slot`.
 
     `key` and `value` point to its `[HEAD_SIZE]` vectors of this KV head.
     """
@@ -150,4 +150,4 @@ def write_token(
     vector = tl.load(value + dim, mask=mask)
     tl.store(values + at + dim * value_strides[3], vector, mask=mask)
     at = page_offsets(state, slot, True, head, state_strides, BLOCK_SIZE)
-    tl.store(births + at, position)
+    tl.store(births + at, position, mask=scores_now)
