@@ -8,8 +8,8 @@ With another triton than the installed one, such as 3.6 of the GPU benchmark:
 The interpreter runs what the compiler refuses (a loop variable that changes its
 type, say), so both are needed. Prints a JSON object: shared memory in bytes by
 kernel, how often each was compiled for layers, batches and prompts that differ
-only in their sizes, and how many loads of 2 bytes at a time are left in the attention
-over bfloat16 K and V.
+only in their sizes, and how many loads of 1 or 2 bytes at a time are left in the
+attention over bfloat16 K and V, and over int8.
 """
 
 import dataclasses
@@ -75,9 +75,11 @@ def compile_only(capability):
 
 def launch_all(dtype, head_size, group, block_size, softcap, kind):
     """Launch every kernel once."""
-    whole_blocks, by_head = kind == "blocks", kind == "by head"
+    whole_blocks, by_head = kind == "blocks", kind in ("by head", "int8")
     layout = SlotLayout(block_size, 1024, 1024, 0, whole_blocks)
-    pages = empty_pages(4, 2, head_size, block_size, dtype)
+    pages = dense = empty_pages(4, 2, head_size, block_size, dtype)
+    if kind == "int8":
+        pages = empty_pages(4, 2, head_size, block_size, torch.int8)
     query = torch.empty(3, 2 * group, head_size, dtype=dtype)
     key = torch.empty(3, 2, head_size, dtype=dtype)
     table = torch.empty(3, layout.budget_blocks, dtype=torch.int32)
@@ -92,12 +94,14 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
         )
     decode_resident(query, key, key, pages, rows, params, query)
     blocks, state = torch.arange(4), {"attention": torch.zeros(2, block_size)}
-    observe(query, pages, blocks, 7, state, params)
+    observe(query, dense, blocks, 7, state, params)
     kept = select(state, UNIFORM, 0, H2OConfig(), params)
-    layer = ScoredLayer(pages, state, params)
+    layer = ScoredLayer(pages, state, params, dense)
     copy_kept(layer, blocks, table[0], UNIFORM, kept)
+    if kind == "int8":
+        copy_kept(ScoredLayer(pages, state, params), blocks, table[0], UNIFORM, kept)
     gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
-    score_by_gate([ScoredLayer(pages, state, gated)], blocks.int(), 0)
+    score_by_gate([ScoredLayer(dense, state, gated)], blocks.int(), 0)
     order_rings([layer], table[0], UNIFORM, 9, 0)
 
 
@@ -170,8 +174,9 @@ if __name__ == "__main__":
     compiled = compile_only(int(sys.argv[1]))
     launch_all(torch.bfloat16, 128, 4, 16, softcap=0.0, kind="tokens")
     launch_all(torch.bfloat16, 128, 4, 16, softcap=0.0, kind="by head")
+    launch_all(torch.bfloat16, 128, 4, 32, softcap=0.0, kind="int8")
     short_loads = [
-        len(re.findall(r"ld\.global\.b16", kernel.asm["ptx"]))
+        len(re.findall(r"ld\.global\.b(?:8|16)\b", kernel.asm["ptx"]))
         for name, kernel in compiled
         if name == "attend_kernel"
     ]

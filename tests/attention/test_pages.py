@@ -70,7 +70,7 @@ def test_blocks_are_cleared_to_their_ends(rest):
     content = raw.view(-1).view(torch.bfloat16)
     shape = (NUM_BLOCKS, NUM_HEADS, BLOCK, 2 * HEAD_SIZE)
     strides = (len(raw[0]) // 2, BLOCK * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1)
-    clear_blocks(content.as_strided(shape, strides), [4, 1])
+    clear_blocks(content.as_strided(shape, strides), torch.tensor([4, 1]))
     assert raw.eq(0).all(dim=1).tolist() == [False, True, False, False, True]
     assert raw[[0, 2, 3]].eq(255).all()
 

@@ -60,6 +60,38 @@ def test_step_equals_reference(name):
     assert not moved.all()
 
 
+@pytest.mark.parametrize("name", ["mean", "softcap", "streaming", "blocks of 32"])
+def test_int8_step_equals_reference(name):
+    """Bytes and scales too, of the new token and of what graduates."""
+    params = CASES[name]
+    budget, size = params.layout.budget, params.layout.block_size
+    positions = [0, 5, budget - 1, budget, budget + size, budget + 37]
+    step = make_step(params, positions, heads=(6, 2), quantized=True)
+    moved = graduated(step, check_step(step))[3:]
+    assert moved.any() == (params.layout.pinned_slots < params.layout.heavy_slots)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_size", [80, 128])
+def test_int8_of_head_sizes_and_dtypes(head_size, dtype):
+    params = params_of(mean=True)
+    check_step(make_step(params, [50], dtype, (2, 1), head_size, quantized=True))
+
+
+@pytest.mark.parametrize("bad", [0.0, 1e-44, float("nan"), float("inf")])
+def test_int8_of_odd_vectors_equals_reference(bad):
+    """Zeros, what is too small to be divided, and what no type holds."""
+    step = make_step(params_of(), [20, 60], heads=(4, 2), quantized=True)
+    step.key[0, 1, 5], step.value[0, 1] = bad, bad
+    step.key[1, 0], step.value[1, 0, 5] = bad, bad
+    expected, expected_pages = step.run(reference.decode_resident, "cpu")
+    actual, pages = step.run(decode_resident, scratch=step.scratch(3, 16))
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        ours, theirs = getattr(pages, name), getattr(expected_pages, name)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 11, 16])
 def test_grouped_query_heads(group):
     check_step(make_step(params_of(), [60], heads=(group, 1)))

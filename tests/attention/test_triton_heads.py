@@ -52,10 +52,16 @@ def test_rows_of_several_budgets(layer):
     check_heads(layer, [40, 99, 100], grown_at=[0, 60, 0], small=[0])
 
 
+def test_rows_in_int8():
+    """In borrowed pages, whose scales are borrowed too."""
+    check_heads(0, [5, 47, 48, 60, 80, 137, -1], torch.bfloat16, quantized=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 @pytest.mark.parametrize(("num_tokens", "grown_at"), [(60, 0), (61, 40), (100, 60)])
-def test_rings_are_put_in_order(num_tokens, grown_at):
+def test_rings_are_put_in_order(num_tokens, grown_at, dtype):
     """Of heads that have filled theirs; the others' are."""
-    layers, table = make_layers(torch.float16, 64, 16, 1)
+    layers, table = make_layers(dtype, 64, 16, 1)
     results = []
     for op, device in ((reference.order_rings, "cpu"), (order_rings, DEVICE)):
         own = [clone(pages, device) for pages in layers]
@@ -89,10 +95,11 @@ def test_tiles_of_scores(monkeypatch):
     check_heads(0, [48, 90])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_switch_to_head_budgets_in_place(layer):
+def test_switch_to_head_budgets_in_place(layer, dtype):
     """Slots are sources and targets at once; nothing is overwritten unread."""
-    layers, table = make_layers(torch.float32, 64, 16, 1)
+    layers, table = make_layers(dtype, 64, 16, 1)
     results = []
     for copy, device in ((reference.copy_kept, "cpu"), (copy_kept, DEVICE)):
         own = [clone(pages, device) for pages in layers]
@@ -130,10 +137,11 @@ def test_transition_into_borrowed_pages(dtype):
     assert not torch.equal(content(results[0][1]), content(layers[1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 @pytest.mark.parametrize("dense_size", [16, 48, 64])
-def test_tokens_come_from_pages_of_another_size(dense_size):
-    """Those that vLLM has laid out."""
-    layers, table = make_layers(torch.float16, 64, 16, 2)
+def test_tokens_come_from_pages_of_another_size(dense_size, dtype):
+    """Those that vLLM has laid out, in its type."""
+    layers, table = make_layers(dtype, 64, 16, 2)
     generator = torch.Generator().manual_seed(3)
     dense = empty_pages(9, 2, 64, dense_size, torch.float16)
     for part in (dense.keys, dense.values):

@@ -35,9 +35,12 @@ def make_layers(dtype, head_size, size, num_rows):
     for _ in BLOCKS:
         pages = empty_pages(num_blocks, 2, head_size, size, dtype)
         held = slice(2, num_blocks)
-        for name in ("keys", "values"):
+        for name in ("keys", "values") + ("key_scales", "value_scales") * (
+            pages.quantized
+        ):
             part = getattr(pages, name)[held]
-            part.copy_(torch.randn(part.shape, generator=generator))
+            content = torch.randn(part.shape, generator=generator)
+            part.copy_(content * (40 if part.dtype == torch.int8 else 1))
         part = pages.attention[held]
         part.copy_(torch.randint(1, 9, part.shape, generator=generator) / 4)
         part = pages.births[held]
@@ -79,6 +82,7 @@ def check_heads(
     group=3,
     grown_at=None,
     small=(),
+    quantized=False,
     **how,
 ):
     """One step of both: outputs and the state of all layers agree.
@@ -87,7 +91,8 @@ def check_heads(
     `small` have it.
     """
     grown_at = torch.tensor(grown_at or [0] * len(positions))
-    layers, table = make_layers(dtype, head_size, size, len(positions))
+    of = torch.int8 if quantized else dtype
+    layers, table = make_layers(of, head_size, size, len(positions))
     generator = torch.Generator().manual_seed(1)
 
     def random(num_heads):

@@ -14,8 +14,10 @@ from triton.runtime.interpreter import InterpreterBuilder
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import SlotLayout, state_bytes
 from vllm_h2o.policy.methods import Mean, Sum
+from vllm_h2o.policy.quantization import quantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -37,8 +39,21 @@ def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots
     return DecodeParams(layout, 0.17, softcap, Mean(decay) if mean else Sum(decay))
 
 
+def empty_int8_pages(num_blocks, num_kv_heads, head_size, block_size, device="cpu"):
+    """Pages of int8 that nobody has written: scales and state are NaN."""
+    page = num_kv_heads * block_size * 2 * head_size
+    page += state_bytes(num_kv_heads, block_size, 1 + 2) + 64  # longer than need be
+    raw = torch.full((num_blocks * page,), 255, dtype=torch.uint8, device=device)
+    shape = (num_blocks, num_kv_heads, block_size, 2 * head_size)
+    strides = (page, block_size * 2 * head_size, 2 * head_size, 1)
+    cache = raw.view(torch.int8).as_strided(shape, strides)
+    return Pages.view_rows_cut(cache, block_size, BlockCut(1, 1, 1, page))
+
+
 def empty_pages(num_blocks, num_kv_heads, head_size, block_size, dtype, device="cpu"):
     """Pages full of NaN, rows of K beside rows of V as vLLM has them on CUDA."""
+    if dtype == torch.int8:
+        return empty_int8_pages(num_blocks, num_kv_heads, head_size, block_size, device)
     item = torch.empty(0, dtype=dtype).element_size()
     page = num_kv_heads * block_size * 2 * head_size * item
     page += state_bytes(num_kv_heads, block_size)
@@ -63,13 +78,14 @@ def clone(pages, device=None):
     device = device or pages.keys.device
     raw = content(pages).to(device, copy=True).untyped_storage()
     own = {}
-    for name in ("keys", "values", "attention", "births"):
+    scales = ("key_scales", "value_scales") * pages.quantized
+    for name in ("keys", "values", "attention", "births", *scales):
         view = getattr(pages, name)
         tensor = torch.empty(0, dtype=view.dtype, device=device)
         own[name] = tensor.set_(raw, view.storage_offset(), view.shape, view.stride())
-    keys, values, scores, births = own.values()
+    keys, values, scores, births, *both = own.values()
     sizes = pages.page_stride, pages.page_bytes, pages.state_offset
-    return Pages(keys, values, {"attention": scores}, births, *sizes)
+    return Pages(keys, values, {"attention": scores}, births, *sizes, None, *both)
 
 
 def content(pages):
@@ -146,7 +162,13 @@ class Step:
 
 
 def make_step(
-    params, positions, dtype=torch.float32, heads=(2, 1), head_size=64, seed=0
+    params,
+    positions,
+    dtype=torch.float32,
+    heads=(2, 1),
+    head_size=64,
+    seed=0,
+    quantized=False,
 ):
     """Rows that are about to write `positions`, in a state a decode may reach."""
     generator = torch.Generator().manual_seed(seed)
@@ -154,7 +176,8 @@ def make_step(
     layout = params.layout
     num_rows, width = len(positions), layout.budget_blocks
     num_blocks = num_rows * width + 2
-    pages = empty_pages(num_blocks, num_kv_heads, head_size, layout.block_size, dtype)
+    of = torch.int8 if quantized else dtype
+    pages = empty_pages(num_blocks, num_kv_heads, head_size, layout.block_size, of)
     blocks = torch.randperm(num_blocks - 1, generator=generator) + 1
     table = blocks[: num_rows * width].view(num_rows, width).int()
 
@@ -168,8 +191,12 @@ def make_step(
             births = torch.tensor([birth for _, birth in tokens], dtype=torch.int32)
             block = table[row].long()[slots // layout.block_size]
             offset = slots % layout.block_size
-            pages.keys[block, head, :, offset] = random(len(slots), head_size)
-            pages.values[block, head, offset] = random(len(slots), head_size)
+            keys, values = random(len(slots), head_size), random(len(slots), head_size)
+            if quantized:
+                keys, pages.key_scales[block, head, offset] = quantize(keys)
+                values, pages.value_scales[block, head, offset] = quantize(values)
+            pages.keys[block, head, :, offset] = keys
+            pages.values[block, head, offset] = values
             # Few distinct scores, so that equal ones meet.
             scores = torch.randint(1, 9, (len(slots),), generator=generator) / 4
             pages.attention[block, head, offset] = scores

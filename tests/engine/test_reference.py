@@ -126,7 +126,7 @@ def test_h2o_paper_equals_reference():
         assert_equal_densely(llm, prompts, expected)
 
 
-@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("block", [pytest.param(32, marks=pytest.mark.slow), 128])
 def test_budgets_by_head_equal_reference(block):
     """Also of a request that fills the common budget while it generates.
 

@@ -170,7 +170,7 @@ WRONG = [
     {"h2o_policy": ["full"]},
     {"h2o_budgets": 64},
     {"h2o_budget": BUDGET + 1},
-    {"h2o_budget": 32},
+    {"h2o_budget": 0},
     {"h2o_budget": "101%"},
     {"h2o_report": "maybe"},
     {"h2o_": 1},

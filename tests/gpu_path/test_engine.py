@@ -114,6 +114,32 @@ def check_runner(actual, path):
         assert replays >= 4 and padded >= 1
 
 
+@pytest.mark.parametrize(
+    ("path", "by_head"),
+    [("v2 graphs", True), pytest.param("v1", False, marks=pytest.mark.slow)],
+)
+def test_int8_is_near_the_cpu_path(run, profile, path, by_head):
+    """Rounding makes steps of the last digits of keys and values, which differ."""
+    policy = POLICY | {"resident_dtype": "int8"}
+    policy |= {"head_budgets": str(profile) if by_head else "uniform"}
+    expected, actual = run("cpu", policy), run(path, policy)
+    assert actual["tokens"] == expected["tokens"]
+    kept = zip(_heads(actual), _heads(expected), strict=True)
+    common = [len({*ours} & {*theirs}) / len(theirs) for ours, theirs in kept]
+    assert sum(common) >= 0.98 * len(common)
+    for ours, theirs in zip(actual["logprobs"], expected["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=0.05)
+    assert actual["stats"] == expected["stats"]
+    assert actual["stats"]["transitions"] == 2, "the other two stay dense"
+    check_runner(actual, path)
+
+
+def _heads(result):
+    return [
+        head for request in result["survivors"] for layer in request for head in layer
+    ]
+
+
 # Of what requests have, from 64 slots on: budgets of 64, 96, 128 and 160 for up to 96,
 # 160, 192 and 256 tokens. The first two prompts outgrow theirs in a step in which the
 # third decodes by another.

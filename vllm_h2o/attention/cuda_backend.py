@@ -40,6 +40,7 @@ from vllm_h2o.attention.placements import ALIKE, GroupPlacements
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.geometry import BlockCut
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,9 +60,19 @@ class _CUDAImpl(H2OImpl):
         """See the base class."""
         return Pages.view_rows(kv_cache, self.h2o.method.fields)
 
+    def view_dense(self, kv_cache: torch.Tensor) -> Pages:
+        """See the base class."""
+        return Pages.view_rows(kv_cache, ())
+
+    def view_cut(self, kv_cache: torch.Tensor, page_slots: int, cut: BlockCut) -> Pages:
+        """See the base class."""
+        return Pages.view_rows_cut(kv_cache, page_slots, cut, self.h2o.method.fields)
+
 
 class _CUDABuilder(H2OMetadataBuilder):
     num_heads_q: int  # as both stock builders set it
+    # Graphs hold one call of our kernel.
+    stock_decodes_dense = True
 
     @classmethod
     def get_cudagraph_support(

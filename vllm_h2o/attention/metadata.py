@@ -76,6 +76,9 @@ class H2OMetadataBuilder(_Stock):
     # Whether our kernel attends in prompts' steps in which most queries score: then
     # stock's need not compute their logits too.
     attends_observed = False
+    # Whether stock's attention decodes rows that stay dense, where resident pages are
+    # other than its blocks; else our kernel does, in a call of its own.
+    stock_decodes_dense = False
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -95,9 +98,13 @@ class H2OMetadataBuilder(_Stock):
         self._tensors = RowTensors(max_rows, blocks, device, scratch)
         # Rows that stay dense, where resident pages are other than vLLM's blocks.
         self._dense_tensors: RowTensors | None = None
-        if not self.spec.pages_are_blocks:
+        if not self.spec.pages_are_blocks and not self.stock_decodes_dense:
             dense = cdiv(self.spec.dense_layout.budget, self.spec.block_size)
             self._dense_tensors = RowTensors(max_rows, dense, device, None)
+
+    @property
+    def _leaves_dense_to_stock(self) -> bool:
+        return self.stock_decodes_dense and not self.spec.pages_are_blocks
 
     def _decode_scratch(self, vllm_config: VllmConfig, max_rows: int) -> Any:
         """What the platform's decode kernels need beside their rows."""
@@ -118,6 +125,8 @@ class H2OMetadataBuilder(_Stock):
         """
         assert self.compresses
         self.step, self.layers = step, group.layers
+        if self._leaves_dense_to_stock:
+            step.leaves_dense_to_stock = True
         self.by_head = group.layers if group.by_head else ()
         self.placements = RowPlacements(
             group.by_head, group.by_budget, lambda: step.transitions.by_request
@@ -139,7 +148,7 @@ class H2OMetadataBuilder(_Stock):
             return super().build(common_prefix_len, common, fast_build)
         assert self.step is not None
         metadata = H2OMetadata(self.spec)
-        decodes = rows.decodes
+        decodes = self.step.decodes(rows)
         if not decodes.all():
             prompts = np.flatnonzero(~decodes).tolist()
             metadata.observed = self._observed(common, rows, prompts)
@@ -151,7 +160,7 @@ class H2OMetadataBuilder(_Stock):
         if decodes.any():
             self._let_grow(common, rows)
             self._switch_to_head_budgets(common, rows)
-            self._add_decodes(metadata, common, rows)
+            self._add_decodes(metadata, common, rows, decodes)
         for watcher in self.step.watchers:
             watcher(self, common.block_table_tensor, rows)
         return metadata
@@ -161,12 +170,13 @@ class H2OMetadataBuilder(_Stock):
         metadata: H2OMetadata,
         common: CommonAttentionMetadata,
         rows: ResidencyPlan,
+        decodes: npt.NDArray[np.bool_],
     ) -> None:
         """Those that stay dense apart, where their pages are not alike."""
-        decodes, dense = rows.decodes, rows.stay_dense
+        dense = decodes & rows.stay_dense
         self._skip_stock_update(common, decodes & ~dense)
         if self._dense_tensors is not None:
-            decodes &= ~dense
+            decodes = decodes & ~dense
             if dense.any():
                 metadata.dense, metadata.dense_tokens = self._rows_of(
                     dense, common, rows, self._dense

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
@@ -113,20 +112,8 @@ class Pages:
             reads_part: See there.
             quantized: Whether keys and values are int8.
         """
-        num_blocks, num_kv_heads, _, double_head = kv_cache.shape
-        item = kv_cache.element_size()
-        assert cut.block_step * cut.unit == kv_cache.stride(0) * item
-        start = int(kv_cache.storage_offset()) * item
         dtype = torch.int8 if quantized else kv_cache.dtype
-        assert not cut.unit % 4, "state is words of 4 bytes"
-        last = (num_blocks - 1) * cut.block_step
-        last += (cut.per_block - 1) * cut.page_step
-        assert last < 2**31, "numbers of pages are int32"
-        shape = (last + 1, num_kv_heads, page_slots, double_head)
-        strides = cut.unit // dtype.itemsize, page_slots * double_head, double_head, 1
-        numbered = _elements(kv_cache, dtype).as_strided(
-            shape, strides, start // dtype.itemsize
-        )
+        numbered = _numbered(kv_cache, page_slots, cut, dtype)
         pages = cls._view(numbered, fields, merges, reads_part)
         assert pages.page_bytes <= cut.page_step * cut.unit
         return pages
@@ -185,25 +172,51 @@ class Pages:
             kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, in
                 any order within a page, whose block stride leaves room for the
                 state of each page.
-            fields: What the method keeps of a slot.
+            fields: What the method keeps of a slot; none: dense pages, as `view_dense`.
         """
+        pages = cls._view_rows(kv_cache, fields)
+        pages.check_room(fields)
+        return pages
+
+    @classmethod
+    def view_rows_cut(
+        cls,
+        kv_cache: torch.Tensor,
+        page_slots: int,
+        cut: BlockCut,
+        fields: Sequence[str] = FIELDS,
+    ) -> Pages:
+        """View the int8 pages that resident blocks are cut into: rows head by head.
+
+        Args:
+            kv_cache: See `view_rows`.
+            page_slots: See `view_cut`, as are the next two.
+            cut: See there.
+            fields: See there.
+        """
+        return cls._view_rows(_numbered(kv_cache, page_slots, cut, torch.int8), fields)
+
+    @classmethod
+    def _view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str]) -> Pages:
         num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
         item = kv_cache.element_size()
         page_stride = kv_cache.stride(0) * item
         content = num_kv_heads * block_size * double_head * item
-        needed = content + state_bytes(num_kv_heads, block_size, len(fields))
+        needed, num_scales = content, NUM_SCALES * (kv_cache.dtype == torch.int8)
+        if fields:
+            num_fields = len(fields) + num_scales
+            needed += state_bytes(num_kv_heads, block_size, num_fields)
         spans = zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
         assert sum((n - 1) * stride for n, stride in spans) * item < content, (
             "the heads and tokens of a page do not lie together"
         )
         keys, values = kv_cache.split(double_head // 2, dim=3)
         first = int(kv_cache.storage_offset()) * item + content
-        state, births, _ = _state(kv_cache, first, fields)
-        pages = cls(
-            keys.transpose(2, 3), values, state, births, page_stride, needed, content
-        )
-        pages.check_room(fields)
-        return pages
+        state, births, scales = _state(kv_cache, first, fields, num_scales)
+        return cls(
+            keys.transpose(2, 3), values, state, births, page_stride, needed, content,
+            None, *scales,
+        )  # fmt: skip
 
     def check_room(self, fields: Sequence[str]) -> None:
         """Fail where pages that follow each other overlap."""
@@ -228,12 +241,28 @@ class Pages:
         return self.key_scales is not None
 
 
-def clear_blocks(kv_cache: torch.Tensor, block_ids: list[int]) -> None:
+def _numbered(
+    kv_cache: torch.Tensor, page_slots: int, cut: BlockCut, dtype: torch.dtype
+) -> torch.Tensor:
+    """`[numbers of pages, num_kv_heads, page_slots, 2 * head_size]` of a cache."""
+    num_blocks, num_kv_heads, _, double_head = kv_cache.shape
+    item = kv_cache.element_size()
+    assert cut.block_step * cut.unit == kv_cache.stride(0) * item
+    assert not cut.unit % 4, "state is words of 4 bytes"
+    last = (num_blocks - 1) * cut.block_step + (cut.per_block - 1) * cut.page_step
+    assert last < 2**31, "numbers of pages are int32"
+    shape = (last + 1, num_kv_heads, page_slots, double_head)
+    strides = cut.unit // dtype.itemsize, page_slots * double_head, double_head, 1
+    start = int(kv_cache.storage_offset()) * item // dtype.itemsize
+    return _elements(kv_cache, dtype).as_strided(shape, strides, start)
+
+
+def clear_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
     """Overwrite blocks by zeros, whatever they have been.
 
     Args:
         kv_cache: See `Pages.view`.
-        block_ids: Of blocks that nobody reads.
+        block_ids: `[n]` int64, on its device, of blocks that nobody reads.
     """
     num_blocks, item = len(kv_cache), kv_cache.element_size()
     stride, start = kv_cache.stride(0) * item, int(kv_cache.storage_offset()) * item
@@ -241,7 +270,7 @@ def clear_blocks(kv_cache: torch.Tensor, block_ids: list[int]) -> None:
     # The last block may end before its padding does.
     longest = min(stride, len(content) - start - (num_blocks - 1) * stride)
     blocks = content.as_strided((num_blocks, longest), (stride, 1), start)
-    blocks.index_fill_(0, async_tensor_h2d(block_ids, kv_cache.device), 0)
+    blocks.index_fill_(0, block_ids, 0)
 
 
 def _state(

@@ -164,6 +164,6 @@ def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:
             continue
         # Before and after heads part. Pages: a head has the budget's on average.
         sizes = 2 * len(limits.ladder.budgets) * 4 * NUM_SIZES
-        pages = spec.layout.budget_blocks * (4 + 8 + 8)
+        pages = spec.page_layout.budget_blocks * (4 + 8 + 8)
         num_bytes += spec.num_kv_heads * (sizes + pages)
     return num_bytes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
@@ -219,9 +220,9 @@ class H2OWorker(H2OCalls, _Stock):
         vLLM's own runners would clear what its layers have in a block, of which ours
         may be longer.
         """
-        block_ids = scheduler_output.new_block_ids_to_zero
-        if not block_ids:
+        if not (new := scheduler_output.new_block_ids_to_zero):
             return
+        block_ids = async_tensor_h2d(new, self.device)
         for _, builder in self._h2o_builders():
             for name in builder.layer_names:
                 clear_blocks(self._h2o_layers[name].kv_cache, block_ids)

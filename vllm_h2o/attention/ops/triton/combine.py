@@ -23,6 +23,7 @@ from vllm_h2o.attention.ops.triton.slots import (
 def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
+    key_scales, value_scales,
     table, table_stride, sizes, lists, positions, first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
     losers, leaving_attention,
@@ -103,7 +104,8 @@ def combine_kernel(
             if loser >= 0:
                 graduate(
                     keys, keys_strides, values, values_strides, births,
-                    state_strides, places, state, head, slot, loser,
+                    state_strides, key_scales, value_scales, places, state, head,
+                    slot, loser,
                     HEAD_SIZE, BLOCK_D, BLOCK_SIZE, UNIT, BLOCK_U,
                 )  # fmt: skip
             # No thread may overwrite the graduate before all have read it.
@@ -112,7 +114,7 @@ def combine_kernel(
             key + row.to(tl.int64) * key_strides[0] + head * key_strides[1],
             value + row.to(tl.int64) * value_strides[0] + head * value_strides[1],
             keys, keys_strides, values, values_strides, births, state_strides,
-            places, state, head, slot, position, scores_now,
+            key_scales, value_scales, places, state, head, slot, position, scores_now,
             HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops.triton.graduate import NOBODY, find_loser
+from vllm_h2o.attention.ops.triton.quantization import rounded
 from vllm_h2o.attention.ops.triton.slots import (
     is_occupied,
     logits_before,
@@ -30,6 +31,7 @@ VARYING = ["max_splits"]
 def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
+    key_scales, value_scales,
     table, table_stride, sizes, lists, positions, first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
     losers, leaving_attention,
@@ -58,8 +60,9 @@ def attend_kernel(
     pages are not written here, because other splits of the head are reading
     them; a graduate is read where it still is, the new token from `key` and
     `value`, and `combine_kernel` moves both. Every split that holds heavy slots
-    finds the loser for itself. exp(z - m) is rounded to the type of V before it
-    multiplies V.
+    finds the loser for itself. exp(z - m) is rounded to the type of Q before it
+    multiplies V. Keys and values in int8 are read as steps: z and exp(z - m) are
+    multiplied by their scales.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
@@ -109,6 +112,8 @@ def attend_kernel(
     at_v = row.to(tl.int64) * value_strides[0] + head * value_strides[1] + d
     new_k = tl.load(key + at_k, mask=in_head, other=0.0).to(tl.float32)
     new_v = tl.load(value + at_v, mask=in_head, other=0.0).to(tl.float32)
+    if key_scales is not None:
+        new_k, new_v = rounded(new_k), rounded(new_v)
     new_z = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale
     new_z = soft_capped(new_z, softcap, SOFTCAP)
     holds_new = (slot >= start) & (slot < end)
@@ -140,7 +145,12 @@ def attend_kernel(
         k = tl.load(
             keys + at[None, :] + d[:, None] * keys_strides[3], mask=k_mask, other=0.0
         )
+        if key_scales is not None:
+            k = k.to(tl.float32).to(q.dtype)  # no type between loses a step
         z = tl.dot(q, k, input_precision="ieee") * scale
+        if key_scales is not None:
+            at_s = page_offsets(state, source, held, head, state_strides, BLOCK_SIZE)
+            z *= tl.load(key_scales + at_s, mask=held, other=0.0)[None, :]
         z = soft_capped(z, softcap, SOFTCAP)
         if SCORED:
             at_z = z_rows[:, None] + s[None, :]
@@ -159,7 +169,10 @@ def attend_kernel(
         )
         total = total * rescale + tl.sum(weight, axis=1)
         output = output * rescale[:, None]
-        output = tl.dot(weight.to(v.dtype), v, output, input_precision="ieee")
+        if value_scales is not None:
+            v = v.to(tl.float32).to(q.dtype)
+            weight *= tl.load(value_scales + at_s, mask=held, other=0.0)[None, :]
+        output = tl.dot(weight.to(q.dtype), v, output, input_precision="ieee")
         maximum = new_maximum
 
     part = (item * max_splits + split) * GROUP + g

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_h2o.attention.ops.triton.quantization import quantized
 from vllm_h2o.attention.ops.triton.slots import page_offsets
 
 # So far below that no slot is in the unit that begins there.
@@ -106,12 +107,12 @@ def copy_rows(
 
 @triton.jit
 def graduate(
-    keys, key_strides, values, value_strides, births, state_strides, places, state,
-    head, slot, loser,
+    keys, key_strides, values, value_strides, births, state_strides,
+    key_scales, value_scales, places, state, head, slot, loser,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_U: tl.constexpr,
 ):  # fmt: skip
-    """Move K, V and births of the unit in `slot` over the one in `loser`.
+    """Move K, V, scales and births of the unit in `slot` over the one in `loser`.
 
     The caller moves the attention: it rewrites all of them anyway.
     """
@@ -130,12 +131,17 @@ def graduate(
     birth = tl.load(births + origin, mask=mask)
     destination = page_offsets(state, target, mask, head, state_strides, BLOCK_SIZE)
     tl.store(births + destination, birth, mask=mask)
+    if key_scales is not None:
+        scale = tl.load(key_scales + origin, mask=mask)
+        tl.store(key_scales + destination, scale, mask=mask)
+        scale = tl.load(value_scales + origin, mask=mask)
+        tl.store(value_scales + destination, scale, mask=mask)
 
 
 @triton.jit
 def write_token(
     key, value, keys, key_strides, values, value_strides, births, state_strides,
-    places, state, head, slot, position, scores_now,
+    key_scales, value_scales, places, state, head, slot, position, scores_now,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Put K, V and, if its query scores, the birth of the new token into `slot`.
@@ -144,10 +150,20 @@ def write_token(
     """
     dim = tl.arange(0, BLOCK_D)
     mask = dim < HEAD_SIZE
-    at = page_offsets(places, slot, True, head, key_strides, BLOCK_SIZE)
-    tl.store(keys + at + dim * key_strides[3], tl.load(key + dim, mask=mask), mask=mask)
-    at = page_offsets(places, slot, True, head, value_strides, BLOCK_SIZE)
-    vector = tl.load(value + dim, mask=mask)
-    tl.store(values + at + dim * value_strides[3], vector, mask=mask)
     at = page_offsets(state, slot, True, head, state_strides, BLOCK_SIZE)
     tl.store(births + at, position, mask=scores_now)
+    in_keys = page_offsets(places, slot, True, head, key_strides, BLOCK_SIZE)
+    in_keys = keys + in_keys + dim * key_strides[3]
+    in_values = page_offsets(places, slot, True, head, value_strides, BLOCK_SIZE)
+    in_values = values + in_values + dim * value_strides[3]
+    new_k = tl.load(key + dim, mask=mask, other=0.0)
+    new_v = tl.load(value + dim, mask=mask, other=0.0)
+    if key_scales is not None:
+        new_k, scale = quantized(new_k.to(tl.float32)[None, :])
+        new_k = tl.reshape(new_k, dim.shape).to(tl.int8)
+        tl.store(key_scales + at, tl.max(scale, axis=0))
+        new_v, scale = quantized(new_v.to(tl.float32)[None, :])
+        new_v = tl.reshape(new_v, dim.shape).to(tl.int8)
+        tl.store(value_scales + at, tl.max(scale, axis=0))
+    tl.store(in_keys, new_k, mask=mask)
+    tl.store(in_values, new_v, mask=mask)

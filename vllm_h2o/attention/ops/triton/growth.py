@@ -17,6 +17,7 @@ from vllm_h2o.attention.ops.triton.slots import (
     sizes_of,
     slot_of,
 )
+from vllm_h2o.policy.quantization import NUM_SCALES
 
 _TILE_TOKENS = 32
 # Differ from request to request or by layer: one compilation must serve them all.
@@ -26,7 +27,8 @@ _VARYING = ["placement", "num_tokens", "grown_at", "most"]
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["blocks"])
 def ring_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    staged, staged_attention, staged_births, blocks, sizes, lists,
+    key_scales, value_scales, staged, staged_attention, staged_births, staged_scales,
+    blocks, sizes, lists,
     placement, num_tokens, grown_at, most,
     BACK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr,
@@ -65,6 +67,10 @@ def ring_kernel(
     in_values = page_offsets(places, slot, exists, head, values_strides, BLOCK_SIZE)
     in_values = values + in_values[:, None] + d[None, :] * values_strides[3]
     in_state = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
+    if key_scales is not None:
+        staged_scales += 2 * at
+        copy_scales(staged_scales, key_scales + in_state, exists, BACK)
+        copy_scales(staged_scales + 1, value_scales + in_state, exists, BACK)
     if BACK:
         tl.store(in_keys, tl.load(in_staged, mask=mask), mask=mask)
         tl.store(in_values, tl.load(in_staged + HEAD_SIZE, mask=mask), mask=mask)
@@ -79,6 +85,15 @@ def ring_kernel(
         tl.store(staged_attention + at, score, mask=exists)
         birth = tl.load(births + in_state, mask=exists)
         tl.store(staged_births + at, birth, mask=exists)
+
+
+@triton.jit
+def copy_scales(staged, in_pages, exists, BACK: tl.constexpr):
+    """Of keys or of values, into `staged` or back."""
+    if BACK:
+        tl.store(in_pages, tl.load(staged, mask=exists), mask=exists)
+    else:
+        tl.store(staged, tl.load(in_pages, mask=exists), mask=exists)
 
 
 def order_rings(
@@ -100,6 +115,7 @@ def order_rings(
             "staged": pages.keys.new_empty(*state, 2 * head_size),
             "staged_attention": pages.attention.new_empty(state),
             "staged_births": pages.births.new_empty(state),
+            "staged_scales": pages.attention.new_empty(*state, NUM_SCALES),
             **table_arguments(params), "blocks": blocks, "placement": placement,
             "num_tokens": num_tokens, "grown_at": grown_at, "most": most,
             "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,

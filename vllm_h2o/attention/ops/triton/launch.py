@@ -23,7 +23,7 @@ from vllm_h2o.attention.pages import Pages
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
-CAPABILITIES: frozenset[Capability] = frozenset()
+CAPABILITIES = frozenset({Capability.INT8})
 """What the kernels have beside."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_GROUP = 16
@@ -272,12 +272,20 @@ def table_arguments(params: DecodeParams) -> dict[str, Any]:
 def page_arguments(pages: Pages) -> dict[str, Any]:
     """Kernel arguments that address the pages, rows of K and V."""
     assert pages.attention.stride() == pages.births.stride()
+    return {
+        **vector_arguments(pages),
+        "attention": pages.attention, "births": pages.births,
+        "state_strides": pages.attention.stride(),
+    }  # fmt: skip
+
+
+def vector_arguments(pages: Pages) -> dict[str, Any]:
+    """Those of keys and values, also where pages have no state."""
     keys = pages.keys.transpose(2, 3)
     return {
         "keys": keys, "keys_strides": keys.stride(),
         "values": pages.values, "values_strides": pages.values.stride(),
-        "attention": pages.attention, "births": pages.births,
-        "state_strides": pages.attention.stride(),
+        "key_scales": pages.key_scales, "value_scales": pages.value_scales,
     }  # fmt: skip
 
 
@@ -315,7 +323,8 @@ def _check_strides(
     output: torch.Tensor,
 ) -> None:
     for tensor in (query, key, value, output):
-        assert tensor.dtype == query.dtype == pages.keys.dtype
+        assert tensor.dtype == query.dtype
+        assert pages.quantized or tensor.dtype == pages.keys.dtype
         assert tensor.stride(2) == 1
     assert rows.block_table.dtype == torch.int32
     assert rows.block_table.stride(1) == 1

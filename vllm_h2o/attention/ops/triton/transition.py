@@ -9,10 +9,16 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import Kept, ScoredLayer
-from vllm_h2o.attention.ops.triton.launch import page_arguments, table_arguments
+from vllm_h2o.attention.ops.triton.launch import (
+    page_arguments,
+    table_arguments,
+    vector_arguments,
+)
+from vllm_h2o.attention.ops.triton.quantization import quantized
 from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.quantization import NUM_SCALES
 
 _TILE_TOKENS = 32
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
@@ -23,13 +29,14 @@ _VARYING = ["most", "placement", "prompt_attention_stride"]
     do_not_specialize=_VARYING, do_not_specialize_on_alignment=["source_blocks"]
 )
 def gather_kernel(
-    keys, keys_strides, values, values_strides, kept, source_blocks, staged, most,
+    keys, keys_strides, values, values_strides, key_scales, value_scales,
+    state_strides, kept, source_blocks, staged, staged_scales, most,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Copy one tile of a KV head's kept tokens out of their pages.
 
-        staged[head, i] = K | V of the token at kept[head, i], if >= 0
+        staged[head, i] = K | V of the token at kept[head, i], if >= 0; their scales
 
     Grid `(tiles of tokens, num_kv_heads)`.
     """
@@ -49,6 +56,12 @@ def gather_kernel(
     along = d[None, :] * values_strides[3]
     v = tl.load(values + source[:, None] + along, mask=mask)
     tl.store(staged + HEAD_SIZE, v, mask=mask)
+    if key_scales is not None:
+        source = page_offsets(places, token, exists, head, state_strides, BLOCK_SIZE)
+        staged_scales += 2 * at
+        tl.store(staged_scales, tl.load(key_scales + source, mask=exists), mask=exists)
+        scale = tl.load(value_scales + source, mask=exists)
+        tl.store(staged_scales + 1, scale, mask=exists)
 
 
 @triton.jit(
@@ -56,14 +69,15 @@ def gather_kernel(
 )
 def scatter_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    staged, kept, slots, most, prompt_attention, prompt_attention_stride,
+    key_scales, value_scales, staged, staged_scales, kept, slots, most,
+    prompt_attention, prompt_attention_stride,
     target_blocks, sizes, lists, placement,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of a KV head's kept tokens into their slots.
 
-        K | V [slots[head, i]] = staged[head, i]
+        K | V [slots[head, i]] = staged[head, i], rounded where it is not yet
         attention[slots[head, i]]  = prompt_attention[head, kept[head, i]]
         birth[slots[head, i]]  = kept[head, i]
 
@@ -82,14 +96,27 @@ def scatter_kernel(
     if lists is not None:
         entry = placement * tl.num_programs(1) + head
         places, state = places_of(target_blocks, sizes, lists, entry)
+    k = tl.load(staged, mask=mask, other=0.0)
+    v = tl.load(staged + HEAD_SIZE, mask=mask, other=0.0)
+    in_state = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
+    if key_scales is not None:
+        if staged_scales is not None:
+            staged_scales += 2 * at
+            k_scale = tl.load(staged_scales, mask=exists)
+            v_scale = tl.load(staged_scales + 1, mask=exists)
+        else:
+            k, k_scale = quantized(k.to(tl.float32))
+            v, v_scale = quantized(v.to(tl.float32))
+        tl.store(key_scales + in_state, k_scale, mask=exists)
+        tl.store(value_scales + in_state, v_scale, mask=exists)
     target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
     along = d[None, :] * keys_strides[3]
-    tl.store(keys + target[:, None] + along, tl.load(staged, mask=mask), mask=mask)
+    element = keys.dtype.element_ty
+    tl.store(keys + target[:, None] + along, k.to(element), mask=mask)
     target = page_offsets(places, slot, exists, head, values_strides, BLOCK_SIZE)
     along = d[None, :] * values_strides[3]
-    v = tl.load(staged + HEAD_SIZE, mask=mask)
-    tl.store(values + target[:, None] + along, v, mask=mask)
-    target = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
+    tl.store(values + target[:, None] + along, v.to(element), mask=mask)
+    target = in_state
     origin = prompt_attention + head.to(tl.int64) * prompt_attention_stride + token
     tl.store(attention + target, tl.load(origin, mask=exists), mask=exists)
     tl.store(births + target, token, mask=exists)
@@ -128,18 +155,21 @@ def copy_kept(
     assert attention.stride(1) == 1 and attention.dtype == torch.float32
     assert kept.positions.is_contiguous() and kept.slots.is_contiguous()
     assert source_blocks.is_contiguous() and target_blocks.is_contiguous()
-    staged = pages.keys.new_empty(num_kv_heads, most, 2 * head_size)
-    source = page_arguments(layer.source)
+    tokens = num_kv_heads, most
+    staged = layer.source.keys.new_empty(*tokens, 2 * head_size)
+    staged_scales = None
+    if layer.source.quantized:
+        staged_scales = pages.attention.new_empty(*tokens, NUM_SCALES)
     shared = {
-        "staged": staged, "kept": kept.positions, "most": most,
+        "staged": staged, "staged_scales": staged_scales,
+        "kept": kept.positions, "most": most,
         "HEAD_SIZE": head_size,
         "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),
         "num_warps": 4,
     }  # fmt: skip
     grid = (triton.cdiv(most, _TILE_TOKENS), num_kv_heads)
-    keys_and_values = ("keys", "keys_strides", "values", "values_strides")
     gather_kernel[grid](
-        **{name: source[name] for name in keys_and_values},
+        **vector_arguments(layer.source), state_strides=pages.attention.stride(),
         source_blocks=source_blocks, BLOCK_SIZE=layer.source.block_size, **shared,
     )  # fmt: skip
     scatter_kernel[grid](
