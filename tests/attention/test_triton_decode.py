@@ -78,6 +78,21 @@ def test_int8_of_head_sizes_and_dtypes(head_size, dtype):
     check_step(make_step(params, [50], dtype, (2, 1), head_size, quantized=True))
 
 
+def test_int8_of_small_values_in_float16():
+    """Behind a token that gets most of the attention and has no value."""
+    step = make_step(params_of(), [47], torch.float16, (1, 1), quantized=True)
+    block = step.rows.block_table[0, 0].long()
+    step.pages.value_scales.mul_(0.003)
+    step.pages.value_scales[block, 0, 5] = 0.0
+    step.pages.keys[block, 0, :, 5] = 127 * step.query[0, 0].sign().to(torch.int8)
+    step.pages.key_scales[block, 0, 5] = 0.5 / 127
+    step.value.mul_(0.003)
+    expected, _ = step.run(reference.decode_resident, "cpu")
+    actual, _ = step.run(decode_resident, scratch=step.scratch(3, 16))
+    assert 0 < expected.abs().max() < 1e-3
+    torch.testing.assert_close(actual, expected, rtol=0, atol=5e-7)
+
+
 @pytest.mark.parametrize("bad", [0.0, 1e-44, float("nan"), float("inf")])
 def test_int8_of_odd_vectors_equals_reference(bad):
     """Zeros, what is too small to be divided, and what no type holds."""

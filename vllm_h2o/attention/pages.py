@@ -194,7 +194,10 @@ class Pages:
             cut: See there.
             fields: See there.
         """
-        return cls._view_rows(_numbered(kv_cache, page_slots, cut, torch.int8), fields)
+        numbered = _numbered(kv_cache, page_slots, cut, torch.int8)
+        pages = cls._view_rows(numbered, fields)
+        assert pages.page_bytes <= cut.page_step * cut.unit
+        return pages
 
     @classmethod
     def _view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str]) -> Pages:
@@ -265,8 +268,9 @@ def clear_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
         block_ids: `[n]` int64, on its device, of blocks that nobody reads.
     """
     num_blocks, item = len(kv_cache), kv_cache.element_size()
-    stride, start = kv_cache.stride(0) * item, int(kv_cache.storage_offset()) * item
-    content = _elements(kv_cache, torch.uint8)
+    stride = kv_cache.stride(0) * item // 4
+    start = int(kv_cache.storage_offset()) * item // 4
+    content = _elements(kv_cache, torch.int32)
     # The last block may end before its padding does.
     longest = min(stride, len(content) - start - (num_blocks - 1) * stride)
     blocks = content.as_strided((num_blocks, longest), (stride, 1), start)

@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
@@ -56,7 +57,8 @@ class H2OScheduler(AsyncScheduler):
             # types, blocks are cleared: by our worker.
             self.needs_kv_cache_zeroing = True
             for manager in managers:
-                manager._record_new_block_ids = True
+                if isinstance(manager.kv_cache_spec, AttentionSpec):
+                    manager._record_new_block_ids = True
         self._layout = self._spec.layout
         device = self.vllm_config.device_config.device_type
         self._limits = self._spec.limits(device)

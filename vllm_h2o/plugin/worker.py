@@ -186,11 +186,13 @@ class H2OWorker(H2OCalls, _Stock):
     def warm_up_kernels(self) -> None:
         """Use H2O's kernels, for platforms that compile them when they are first used.
 
-        One layer of a group does: they differ in no constant.
+        One layer of a group does: they differ in no constant. Of what they write into
+        the null block nothing stays.
         """
         for _, builder in self._h2o_builders():
             layer = self._h2o_layers[builder.layer_names[0]]
             layer.impl.warm_up(layer.kv_cache, builder.spec, builder.padding())
+            clear_blocks(layer.kv_cache, torch.zeros(1).long().to(self.device))
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Run a step under the scheduler's plan."""

@@ -171,8 +171,19 @@ def attend_kernel(
         output = output * rescale[:, None]
         if value_scales is not None:
             v = v.to(tl.float32).to(q.dtype)
-            weight *= tl.load(value_scales + at_s, mask=held, other=0.0)[None, :]
-        output = tl.dot(weight.to(q.dtype), v, output, input_precision="ieee")
+            scales = tl.load(value_scales + at_s, mask=held, other=0.0)
+            if q.dtype == tl.float16:
+                # As parts of the largest: as they are they leave it few digits.
+                largest = tl.max(scales, axis=0)
+                largest = tl.where(largest == 0.0, 1.0, largest)
+                weight *= (scales / largest)[None, :]
+                part = tl.dot(weight.to(q.dtype), v, input_precision="ieee")
+                output += largest * part
+            else:
+                weight *= scales[None, :]
+                output = tl.dot(weight.to(q.dtype), v, output, input_precision="ieee")
+        else:
+            output = tl.dot(weight.to(q.dtype), v, output, input_precision="ieee")
         maximum = new_maximum
 
     part = (item * max_splits + split) * GROUP + g
