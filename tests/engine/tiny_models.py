@@ -34,6 +34,18 @@ def save_llama(folder: Path, **options: Any) -> Path:
     return _save(LlamaForCausalLM, config, folder)
 
 
+def save_phi3(folder: Path) -> Path:
+    """A Phi-3, whose window is longer than its context, as that of Phi-3.5."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"}
+        | {"hidden_size": 256, "num_hidden_layers": 2, "pad_token_id": 0},
+        sliding_window=262144,
+    )
+    return _save(Phi3ForCausalLM, config, folder)
+
+
 def save_reading_llama(folder: Path) -> Path:
     """A llama of two layers that reads text, with SmolLM2's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)

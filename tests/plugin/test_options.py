@@ -693,6 +693,17 @@ def test_full_is_the_off_switch(model_of):
         assert config.additional_config == {}
 
 
+def test_a_window_that_never_binds_is_none(model_of):
+    config = LLAMA | {"model_type": "phi3", "sliding_window": 1000}
+    config |= {"head_dim": 16, "pad_token_id": 0}
+    options = model_of("Phi3ForCausalLM", **config)
+    stock = EngineArgs(**options, max_model_len=1000).create_engine_config()
+    assert stock.cache_config.sliding_window == 1000
+    ours = resolved(options | {"max_model_len": 1000})
+    assert ours.cache_config.sliding_window is None
+    refused(options, "window=1000", "--max-model-len 1000")
+
+
 def test_hybrid_model_without_its_manager_is_refused(model_of):
     config = LLAMA | {
         "model_type": "gemma3_text",

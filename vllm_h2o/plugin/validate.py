@@ -49,6 +49,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     check_version()
     uses_profile_cache()
     _check_classes(vllm_config)
+    _drop_idle_window(vllm_config)
     _check_model(vllm_config)
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
@@ -98,6 +99,18 @@ def _is_subclass(given: Any, ours: str) -> bool:
     return issubclass(cls, resolve_obj_by_qualname(ours))
 
 
+def _drop_idle_window(vllm_config: VllmConfig) -> None:
+    """Let layers attend fully whose window is no shorter than any request.
+
+    Phi-3.5 and Phi-4-mini have one of 262144 tokens, and vLLM gives their layers a
+    cache of windows, in which there would be nothing to compress. Of a hybrid's layers
+    vLLM asks each.
+    """
+    cache, longest = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    if cache.sliding_window is not None and cache.sliding_window >= longest:
+        cache.sliding_window = None
+
+
 def _check_model(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     if vllm_config.speculative_config is not None:
@@ -106,6 +119,10 @@ def _check_model(vllm_config: VllmConfig) -> None:
     if model.is_attention_free or _layer_kinds(vllm_config) <= _WINDOWED:
         fix = "use a model with full-attention layers, there is nothing to compress"
         _refuse("attention-free or sliding-window model", model.model, fix)
+    window = vllm_config.cache_config.sliding_window
+    if window is not None:
+        fix = f"use --max-model-len {window} or less, within which no window binds"
+        _refuse("a model whose layers all have a window", window, fix)
     if model.is_hybrid:
         fix = "use a model whose layers all are attention"
         _refuse("model with Mamba or linear-attention layers", model.model, fix)
