@@ -23,10 +23,14 @@ from vllm_h2o.policy.presets import PRESETS
 STOCK = "stock"
 TRANSFORMERS, KVPRESS = "transformers", "kvpress"
 
+OURS: dict[str, dict[str, Any]] = {name: {"kv_policy": name} for name in PRESETS}
+OURS["h2o-int8"] = {"kv_policy": "h2o", "h2o_resident_dtype": "int8"}
+"""Engine arguments by system."""
+
 _VLLM = "benchmarks.vllm_system:VllmSystem"
 SYSTEMS = {
     STOCK: _VLLM,
-    **dict.fromkeys(PRESETS, _VLLM),
+    **dict.fromkeys(OURS, _VLLM),
     TRANSFORMERS: "benchmarks.transformers_system:TransformersSystem",
     KVPRESS: "benchmarks.kvpress_system:KvpressSystem",
 }

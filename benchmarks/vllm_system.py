@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import vllm_h2o
 from benchmarks.metrics import RequestTimes, StepRecorder, serving_metrics
-from benchmarks.systems import STOCK, Job
+from benchmarks.systems import OURS, STOCK, Job
 
 _COUNTERS = ("transitions", "tokens_evicted", "blocks_freed")
 
@@ -27,7 +27,7 @@ class VllmSystem:
         self.job = job
         h2o: dict[str, Any] = {}
         if job.system != STOCK:
-            h2o = {"kv_policy": job.system, "h2o_budget": job.budget_tokens}
+            h2o = OURS[job.system] | {"h2o_budget": job.budget_tokens}
         options: dict[str, Any] = {
             "max_model_len": job.max_model_len,
             "enable_prefix_caching": job.prefix_caching,
