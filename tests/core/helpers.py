@@ -19,6 +19,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -45,8 +47,9 @@ def config_of(
     chunk: int,
     policy: str = "h2o",
     resident: str = "model",
+    beside: str = "",
 ) -> Any:
-    """An engine config with H2O on."""
+    """An engine config with H2O on; for `beside` see `spec_beside`."""
     config = EngineArgs(
         str(SMOLLM2),
         skip_tokenizer_init=True,
@@ -62,6 +65,9 @@ def config_of(
     ).create_engine_config()
     # No attention on CPU takes blocks this small, but they find more in a scheduler.
     config.cache_config.block_size = BLOCK_SIZE
+    config.cache_config.enable_prefix_caching = beside != "none"
+    if beside == "align":
+        config.cache_config.mamba_cache_mode = beside
     # So are the budgets.
     additional = config.additional_config
     settings = {
@@ -103,6 +109,23 @@ def part_of(asked: int | str, most: int) -> int:
     return math.ceil(most * float(asked.rstrip("%")) / 100)
 
 
+def spec_beside(kind: str) -> KVCacheSpec:
+    """The spec of layers that H2O leaves alone: they see a window, or have a state.
+
+    Args:
+        kind: "window", or vLLM's mode for states: "align" keeps them for the prefix
+            cache, where steps end; "none" does without.
+    """
+    if kind == "window":
+        return SlidingWindowSpec(block_size=BLOCK_SIZE, sliding_window=40, **HEADS)
+    return MambaSpec(
+        block_size=BLOCK_SIZE if kind == "align" else MAX_MODEL_LEN,
+        shapes=((2, 128),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=kind,
+    )
+
+
 class Driver:
     """A scheduler, and steps in flight whose outputs are made up."""
 
@@ -112,24 +135,24 @@ class Driver:
         window: int | str = 20,
         budget: int | str = 64,
         chunk: int = 48,
-        hybrid: bool = False,
+        beside: str = "",
         policy: str = "h2o",
         log_stats: bool = False,
         resident: str = "model",
     ) -> None:
-        config = config_of(window, budget, chunk, policy, resident)
+        config = config_of(window, budget, chunk, policy, resident, beside)
         config.cache_config.num_gpu_blocks = num_blocks
         spec = spec_of(config)
         self.slots = spec.block_slots
         groups = [KVCacheGroupSpec(["full"], spec)]
-        if hybrid:
-            local = SlidingWindowSpec(block_size=BLOCK_SIZE, sliding_window=40, **HEADS)
-            groups.append(KVCacheGroupSpec(["local"], local))
+        if beside:
+            groups.append(KVCacheGroupSpec(["beside"], spec_beside(beside)))
         self.scheduler = H2OScheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks, [], groups),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
+            block_size=max(group.kv_cache_spec.block_size for group in groups),
+            hash_block_size=BLOCK_SIZE,
             log_stats=log_stats,
         )
         init_none_hash(sha256)

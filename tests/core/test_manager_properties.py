@@ -22,7 +22,7 @@ class Lives(RuleBasedStateMachine):
     """Admit, chunk, decode, preempt, abort and hit prefixes, in any order."""
 
     max_in_flight = 1
-    hybrid = False
+    beside = ""
     window: int | str = 20
     policy = "h2o"
     resident = "model"
@@ -39,11 +39,11 @@ class Lives(RuleBasedStateMachine):
     )
     def start(self, budget, chunk):
         self.driver = Driver(
-            SMALL_POOL * (1 + self.hybrid),
+            SMALL_POOL * (1 + bool(self.beside)),
             self.window,
             budget,
             chunk,
-            self.hybrid,
+            self.beside,
             self.policy,
             resident=self.resident,
         )
@@ -118,7 +118,13 @@ class AsyncLives(Lives):
 class HybridLives(Lives):
     """Beside a group of sliding-window layers."""
 
-    hybrid = True
+    beside = "window"
+
+
+class StateLives(Lives):
+    """Beside a group of layers with a state, which is kept where steps end."""
+
+    beside = "align"
 
 
 class AllQueriesLives(Lives):
@@ -142,7 +148,15 @@ class QuantizedLives(Lives):
 
 @pytest.mark.parametrize(
     "machine",
-    [Lives, AsyncLives, HybridLives, AllQueriesLives, GatedLives, QuantizedLives],
+    [
+        Lives,
+        AsyncLives,
+        HybridLives,
+        StateLives,
+        AllQueriesLives,
+        GatedLives,
+        QuantizedLives,
+    ],
 )
 def test_pool_adds_up(machine):
     case = machine.TestCase()
@@ -189,6 +203,21 @@ def test_prefix_hits_leave_the_window(window, expected):
     name = driver.add(prompt, 2)
     row = driver.schedule().h2o_plan.rows[name]
     assert row.num_computed_tokens == expected
+
+
+@pytest.mark.parametrize(
+    "window, expected", [(1, 160), (16, 144), (17, 144), (18, 128), ("all", 0)]
+)
+def test_hits_beside_a_state_are_those_without(window, expected):
+    """A state is kept where a step ends: one does where the window may begin."""
+    driver = Driver(64, window, chunk=200, beside="align")
+    for computed in (0, expected, expected):
+        name = driver.add(list(range(100, 261)), 40)
+        row = driver.schedule().h2o_plan.rows[name]
+        assert row.num_computed_tokens == computed
+        driver.drain()
+    assert driver.scheduler.h2o_stats.transitions == 3
+    driver.assert_pool_whole()
 
 
 @pytest.mark.parametrize("prompt, expected", [(161, 160), (160, 144)])

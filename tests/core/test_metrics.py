@@ -131,7 +131,7 @@ def test_aborted_and_preempted_requests():
 
 
 def test_windowed_layers_and_two_steps_in_flight():
-    driver = Driver(num_blocks=64, hybrid=True, log_stats=True)
+    driver = Driver(num_blocks=64, beside="window", log_stats=True)
     front = Front(driver)
     driver.add([*range(100)], 30)
     driver.schedule()

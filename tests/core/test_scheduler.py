@@ -21,10 +21,11 @@ def test_a_budget_that_evicts_nothing_is_warned_of(caplog, budget):
 
 
 @pytest.mark.parametrize(
-    ("hybrid", "resident", "full"),
-    [(False, 63 // 4, 63 // 16), (True, 63 // 8, 63 // 20)],
+    ("beside", "others"), [("", 0), ("window", 4), ("align", 2), ("none", 1)]
 )
-def test_summary_counts_what_a_request_takes(hybrid, resident, full):
-    """Windowed layers take blocks of the same pool: 40 tokens 3, or parts of 4."""
-    summary = Driver(64, budget=64, hybrid=hybrid).scheduler._summary()
+def test_summary_counts_what_a_request_takes(beside, others):
+    """Other layers take blocks of the same pool: windows of 40 tokens 3, or parts of 4,
+    a state 1, and where it is kept for the prefix cache another."""
+    summary = Driver(64, budget=64, beside=beside).scheduler._summary()
+    resident, full = 63 // (4 + others), 63 // (16 + others)
     assert f"fits {resident} such requests, or {full} full-length ones" in summary

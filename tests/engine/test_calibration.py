@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import engine, generate, outcome
 from tests.engine.tiny_models import (
+    ROTATES_ALL_HEADS,
     random_prompts,
     save_hybrid,
+    save_lfm2,
     save_llama,
     save_reading_llama,
+    save_trinity,
 )
 from tests.reference import gate_by_transformers
 from tests.reference.heads_by_transformers import measure
@@ -80,12 +83,13 @@ def logged(caplog):
     logger.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize("save", [save_llama, save_hybrid])
+@pytest.mark.parametrize("save", [save_llama, save_hybrid, save_lfm2, save_trinity])
 def test_curves_are_those_of_transformers_and_heads_get_budgets_by_them(tmp_path, save):
     from transformers import AutoModelForCausalLM
 
     model = save(tmp_path)
-    with engine(model, **OPTIONS) as llm:
+    options = OPTIONS | {"compilation_config": ROTATES_ALL_HEADS}
+    with engine(model, **options) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
         texts = seeded_texts(llm.llm_engine.model_config, MAX_MODEL_LEN)
         _, survivors = outcome(llm, random_prompts(700)[0], 8)

@@ -4,6 +4,8 @@ import pytest
 
 import vllm_h2o
 from tests.engine.helpers import (
+    add,
+    assert_equal_densely,
     assert_pool_whole,
     check,
     engine,
@@ -11,7 +13,17 @@ from tests.engine.helpers import (
     greedy,
     scheduler,
 )
-from tests.engine.tiny_models import random_prompts, save_hybrid
+from tests.engine.tiny_models import (
+    ROTATES_ALL_HEADS,
+    random_prompts,
+    save_granite4,
+    save_hybrid,
+    save_lfm2,
+    save_nemotron_h,
+    save_qwen3_next,
+)
+from tests.reference.dense_h2o import DenseLfm2, Sizes, Variant
+from tests.reference.dense_h2o import generate as generate_densely
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 pytestmark = pytest.mark.engine
@@ -30,10 +42,12 @@ def model(tmp_path_factory):
     return save_hybrid(tmp_path_factory.mktemp("gemma3"))
 
 
-def run(llm):
+def run(llm, prompts=None, **wishes):
     """Tokens of each prompt, and how many of its own were found in the cache."""
-    inputs = [{"prompt_token_ids": p} for p in random_prompts(*LENGTHS)]
-    outputs = llm.generate(inputs, greedy(100, detokenize=False), use_tqdm=False)
+    prompts = prompts or random_prompts(*LENGTHS)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    sampling = greedy(100, detokenize=False, extra_args={"h2o": wishes})
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
     assert_pool_whole(llm)
     hits = [output.num_cached_tokens for output in outputs]
     return [list(output.outputs[0].token_ids) for output in outputs], hits
@@ -119,3 +133,109 @@ def test_budget_that_never_binds_gives_stock_tokens(model):
     with engine(model, kv_policy="h2o", h2o_budget=1024, **options) as llm:
         llm.collective_rpc("probe_poison")
         assert run(llm)[0] == expected
+
+
+STATES = OPTIONS | {"compilation_config": ROTATES_ALL_HEADS}
+
+
+@pytest.fixture(scope="module")
+def lfm2(tmp_path_factory):
+    """Layers of short convolution have a state; one in three attends."""
+    return save_lfm2(tmp_path_factory.mktemp("lfm2"))
+
+
+def test_beside_states_a_budget_that_never_binds_gives_stock_tokens(lfm2):
+    """And stock's hits: a state is kept where the prompt's last whole block ends."""
+    probe = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
+    with engine(lfm2, **probe, **STATES) as llm:
+        expected = [run(llm), run(llm)]
+    with engine(lfm2, kv_policy="h2o", h2o_budget=1024, **STATES) as llm:
+        llm.collective_rpc("probe_poison")
+        assert [run(llm), run(llm)] == expected
+    assert expected[1][1] == [(n - 1) // 32 * 32 for n in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    ("save", "options", "block"),
+    [
+        (save_qwen3_next, {"dtype": "bfloat16"}, 288),
+        # What vLLM lacks on CPU is Mamba2 with a prefix cache.
+        pytest.param(
+            save_granite4,
+            {"enable_prefix_caching": False},
+            64,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            save_nemotron_h,
+            {"enable_prefix_caching": False},
+            64,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_states_leave_stock_tokens_and_are_compressed_beside(
+    tmp_path, save, options, block
+):
+    """vLLM makes blocks as long as a state needs."""
+    model, options = save(tmp_path), OPTIONS | options
+    probe = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
+    with engine(model, **probe, **options) as llm:
+        expected = [run(llm), run(llm)]
+    with engine(model, kv_policy="h2o", h2o_budget=1024, **options) as llm:
+        llm.collective_rpc("probe_poison")
+        assert [run(llm), run(llm)] == expected
+        assert len({tuple(tokens) for tokens in expected[0][0]}) == len(LENGTHS)
+        assert scheduler(llm).h2o_managers[0].block_size == block
+        llm.collective_rpc("probe_watch")
+        once, again = (run(llm, budget=block) for _ in range(2))
+        assert once[0] == again[0] != expected[0][0]
+        survivors = llm.collective_rpc("probe_survivors")[0]
+        held = {
+            len(head)
+            for _, *layers in survivors.values()
+            for heads in layers
+            for head in heads
+        }
+        assert held == {block}
+
+
+def test_beside_states_equals_reference(lfm2):
+    """In steps of 256 tokens; also of prompts that hit, and after a preemption."""
+    model, variant = DenseLfm2(lfm2), Variant(32, 15, "mean", "token", sinks=0)
+    sizes, prompts = Sizes(heavy=64, recent=64, block=32), random_prompts(400, 600, 777)
+
+    def dense(prompt, num_tokens=48):
+        (result,) = generate_densely(model, prompt, num_tokens, [variant], sizes)
+        return result
+
+    expected = [dense(prompt) for prompt in prompts]
+    assert max(len(set(result.tokens)) for result in expected) > 10
+    options = {"h2o_budget": 128, "h2o_recent_ratio": 0.5}
+    options |= {"h2o_head_budgets": "uniform", "num_gpu_blocks_override": 256}
+    with engine(lfm2, kv_policy="h2o", **options, **STATES) as llm:
+        llm.collective_rpc("probe_poison")
+        managers = scheduler(llm).kv_cache_manager.coordinator.single_type_managers
+        kinds = [type(manager).__name__ for manager in managers]
+        assert kinds.count("H2OManager") == 1 and "MambaManager" in kinds
+        for _ in range(2):
+            assert_equal_densely(llm, prompts, expected)
+            assert_pool_whole(llm)
+        tokens, hits = run(llm, prompts)
+        assert hits == [(n - 32) // 32 * 32 for n in (400, 600, 777)]
+        # What a request had generated when it was preempted is its prompt's end.
+        add(llm, "preempted", prompts[0], 40)
+        (request,), generated = scheduler(llm).requests.values(), []
+        while len(generated) < 40:
+            outputs = llm.llm_engine.step()
+            if len(generated) < 10 <= request.num_output_tokens:
+                generated = list(request.output_token_ids)
+                scheduler(llm).reset_prefix_cache(reset_running_requests=True)
+            elif outputs and outputs[0].finished:
+                break
+        answer = list(outputs[0].outputs[0].token_ids)
+        assert answer[: len(generated)] == tokens[0][: len(generated)] == generated
+        rest = dense(prompts[0] + generated, 40 - len(generated))
+        assert rest.margin > 1e-3 and answer[len(generated) :] == rest.tokens
+        assert vllm_h2o.stats(llm)["preemptions"] == 1
+        assert_pool_whole(llm)

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from tests.engine.helpers import assert_pool_whole, engine, greedy
-from tests.engine.tiny_models import random_prompts, save_llama
+from tests.engine.tiny_models import (
+    ROTATES_ALL_HEADS,
+    random_prompts,
+    save_lfm2,
+    save_llama,
+)
 from vllm_h2o.inspect import joined as joined_heads
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, gate_in_json
 
@@ -105,7 +110,8 @@ def save_profile(model, num_kv_heads):
 @pytest.mark.parametrize(
     ("budgets", "options"),
     [
-        ("uniform", {}),
+        pytest.param("uniform", {}, marks=pytest.mark.slow),
+        ("uniform", {"save": save_lfm2, "compilation_config": ROTATES_ALL_HEADS}),
         ("by head", {}),
         # The budgets of two requests grow.
         ("by head", {"policy": "gate", "budget": "40%", "h2o_min_budget": 64}),
@@ -127,7 +133,10 @@ def save_profile(model, num_kv_heads):
 )
 def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets, options):
     options = dict(options)
-    model = save_llama(tmp_path, num_hidden_layers=options.pop("num_layers", 4))
+    if save := options.pop("save", None):
+        model = save(tmp_path)
+    else:
+        model = save_llama(tmp_path, num_hidden_layers=options.pop("num_layers", 4))
     if budgets == "by head":
         save_profile(model, 4)
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")  # two threads

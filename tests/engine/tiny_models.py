@@ -26,6 +26,11 @@ _COMMON = {
 }
 
 
+ROTATES_ALL_HEADS = {"custom_ops": ["-rotary_embedding"]}
+"""vLLM's `compilation_config` for LFM2 on CPU: its kernel takes queries that come by
+head (`[n, heads, head_size]`) for those of one head, and rotates other tokens'."""
+
+
 def save_llama(folder: Path, **options: Any) -> Path:
     """A llama with 4 KV heads, which two ranks can share."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,6 +72,109 @@ def save_hybrid(folder: Path, windowed: int = 2, full: int = 1) -> Path:
         **_COMMON,
     )
     return _save(Gemma3ForCausalLM, config, folder)
+
+
+def save_trinity(folder: Path) -> Path:
+    """A Trinity: a gate multiplies what heads put out, and their sum is normalized."""
+    from transformers import AfmoeConfig, AfmoeForCausalLM
+
+    config = AfmoeConfig(
+        num_hidden_layers=4,
+        num_dense_layers=4,
+        n_group=1,
+        topk_group=1,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        **_COMMON | {"tie_word_embeddings": False},
+    )
+    return _save(AfmoeForCausalLM, config, folder)
+
+
+_BESIDE_STATES = {
+    **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 4,
+}
+
+
+def save_qwen3_next(folder: Path) -> Path:
+    """A Qwen3-Next: gated delta nets beside attention, and experts; for bfloat16."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **_BESIDE_STATES,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return _save(Qwen3NextForCausalLM, config, folder)
+
+
+def save_granite4(folder: Path) -> Path:
+    """A Granite 4: layers of Mamba2 beside attention."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        **_BESIDE_STATES,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        shared_intermediate_size=256,
+        num_local_experts=0,
+        attention_multiplier=32**-0.5,
+    )
+    return _save(GraniteMoeHybridForCausalLM, config, folder)
+
+
+def save_nemotron_h(folder: Path) -> Path:
+    """A Nemotron-H: layers of Mamba2, of attention, and one that is neither."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        **_BESIDE_STATES | {"num_hidden_layers": 5},
+        head_dim=32,
+        layers_block_type=["mamba", "attention", "mamba", "attention", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=16,
+        n_groups=1,
+    )
+    return _save(NemotronHForCausalLM, config, folder)
+
+
+def save_lfm2(folder: Path, **options: Any) -> Path:
+    """An LFM2: layers of short convolution, of which only a state stays, before full
+    attention, twice."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    settings = {name: value for name, value in _COMMON.items() if name != "head_dim"}
+    config = Lfm2Config(
+        **settings | {"num_attention_heads": 4, "num_key_value_heads": 2},
+        layer_types=["conv", "conv", "full_attention"] * 2,
+        num_hidden_layers=6,
+        block_auto_adjust_ff_dim=False,
+        # Of no other model here: in a process vLLM keeps what rotates, by this and by
+        # sizes, with the kernel that the first to ask for it had.
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
+        **options,
+    )
+    _save(Lfm2ForCausalLM, config, folder)
+    # vLLM reads what transformers' class leaves out.
+    path = folder / "config.json"
+    width = {"conv_dim": config.hidden_size, "block_dim": config.hidden_size}
+    path.write_text(json.dumps(json.loads(path.read_text()) | width))
+    return folder
 
 
 def _save(model_cls: Any, config: Any, folder: Path) -> Path:

@@ -12,7 +12,11 @@ from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
@@ -192,6 +196,17 @@ def test_other_backends_are_refused(config):
         check_cuda_options(config)
 
 
+def test_a_layout_that_packs_layers_is_refused_of_several_kinds(config, monkeypatch):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+    check_cuda_options(config)
+    kinds = ["sliding_attention", "full_attention"]
+    monkeypatch.setattr(
+        config.model_config.hf_text_config, "layer_types", kinds, raising=False
+    )
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT='BLHNC': unset it"):
+        check_cuda_options(config)
+
+
 def spec_of(config):
     """The spec of a layer of the model, by its config."""
     model = config.model_config
@@ -262,6 +277,11 @@ def test_blocks_that_fit_are_never_more():
         for n in (128, 256, 512)
     }
     assert gpu_worker.most_blocks(alike | windows, 60 * page) == 60
+    state = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.float16,))
+    states = {f"state {i}": state for i in range(4)}
+    assert gpu_worker.most_blocks(alike | states, 60 * page) == 15
+    states["other"] = replace(state, shapes=((3, 64),))
+    assert gpu_worker.most_blocks(alike | states, 60 * page) == 60
     assert gpu_worker.most_blocks({"first": plain}, 60 * page) == 0
     assert gpu_worker.most_blocks(alike, -1) == 0
 

@@ -363,9 +363,11 @@ def test_kv_offloading_is_refused_by_its_option(model_of):
     refused(options, "--kv-offloading-size=1.0", "drop --kv-offloading-size")
 
 
-def test_mamba_hybrid_is_refused(model_of):
+def test_a_hybrid_with_states_is_served(model_of):
     config = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
-    refused(model_of("Lfm2ForCausalLM", **config), "Mamba", "layers all are attention")
+    hybrid = resolved(model_of("Lfm2ForCausalLM", **config))
+    assert hybrid.model_config.is_hybrid
+    assert hybrid.cache_config.mamba_cache_mode == "align"
 
 
 def test_diffusion_model_is_refused(model_of):
@@ -713,7 +715,7 @@ def test_hybrid_model_without_its_manager_is_refused(model_of):
     }
     options = model_of("Gemma3ForCausalLM", **config)
     options["disable_hybrid_kv_cache_manager"] = True
-    refused(options, "--disable-hybrid-kv-cache-manager", "sliding-window")
+    refused(options, "--disable-hybrid-kv-cache-manager", "a window or a state")
 
 
 BLOCKS = {

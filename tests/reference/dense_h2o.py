@@ -1,6 +1,6 @@
 """H2O written down densely: whole attention matrices, keep-masks over positions.
 
-Shares no code with vllm_h2o. A llama in plain torch reads the prompt with full
+Shares no code with vllm_h2o. A model in plain torch reads the prompt with full
 attention; then every policy ("variant") decodes greedily side by side, so that
 the weights are read once for all of them. Nothing is ever moved: each layer and
 KV head has a mask over all positions, and evicting is clearing a bit.
@@ -53,8 +53,10 @@ class DenseLlama:
         self.num_layers = config["num_hidden_layers"]
         self.num_heads = config["num_attention_heads"]
         self.num_kv_heads = config["num_key_value_heads"]
-        self.head_dim = config["head_dim"]
-        self.epsilon = config["rms_norm_eps"]
+        self.head_dim = config.get("head_dim") or (
+            config["hidden_size"] // self.num_heads
+        )
+        self.epsilon = config.get("rms_norm_eps") or config["norm_eps"]
         theta = config["rope_parameters"]["rope_theta"]
         exponents = torch.arange(0, self.head_dim, 2) / self.head_dim
         self.frequencies = 1.0 / theta**exponents
@@ -72,6 +74,16 @@ class DenseLlama:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    def before_attention(
+        self, x: torch.Tensor, layer: int, reads: bool
+    ) -> torch.Tensor:
+        """What a layer's attention takes in: layers that do not attend come before.
+
+        Args are the hidden states of a prompt that is read, else of a token of each
+        variant.
+        """
+        return x
 
     def project(self, x: torch.Tensor, layer: int, positions: torch.Tensor):
         """Queries, keys, values `[n, heads, head_dim]` of hidden states `[n, d]`."""
@@ -98,6 +110,78 @@ class DenseLlama:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x, "norm") @ self.weights["model.embed_tokens.weight"].T
+
+
+class DenseLfm2(DenseLlama):
+    """An LFM2: between its attention, layers that mix each channel's last tokens.
+
+    Layers are counted by their attention.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        config = json.loads((folder / "config.json").read_text())
+        kinds = config["layer_types"]
+        assert kinds[-1] == "full_attention"
+        self.numbers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        self.num_layers = len(self.numbers)
+        self.reach = config["conv_L_cache"]
+        self.past: dict[int, torch.Tensor] = {}
+
+    def before_attention(
+        self, x: torch.Tensor, layer: int, reads: bool
+    ) -> torch.Tensor:
+        first = self.numbers[layer - 1] + 1 if layer else 0
+        for number in range(first, self.numbers[layer]):
+            x = self.feed_forward(self.convolve(x, number, reads), number)
+        return x
+
+    def convolve(self, x: torch.Tensor, number: int, reads: bool) -> torch.Tensor:
+        """Residual and short convolution: `[n, d]`, or `[variants, d]` a token each."""
+        hidden = self.norm(x, f"layers.{number}.operator_norm")
+        entering, leaving, inner = self.linear(hidden, number, "conv.in_proj").chunk(
+            3, dim=-1
+        )
+        fresh = entering * inner
+        if reads:
+            seen = F.pad(fresh, (0, 0, self.reach - 1, 0)).unfold(0, self.reach, 1)
+            self.past[number] = seen[-1:]
+        else:
+            past = self.past[number].expand(len(x), -1, -1)
+            seen = torch.cat([past[..., 1:], fresh[..., None]], dim=-1)
+            self.past[number] = seen
+        weight = self.weights[f"model.layers.{number}.conv.conv.weight"][:, 0]
+        mixed = leaving * (seen * weight).sum(dim=-1)
+        return x + self.linear(mixed, number, "conv.out_proj")
+
+    def feed_forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        hidden = self.norm(x, f"layers.{number}.ffn_norm")
+        gate = F.silu(self.linear(hidden, number, "feed_forward.w1"))
+        up = self.linear(hidden, number, "feed_forward.w3")
+        return x + self.linear(gate * up, number, "feed_forward.w2")
+
+    def project(self, x: torch.Tensor, layer: int, positions: torch.Tensor):
+        number = self.numbers[layer]
+        hidden = self.norm(x, f"layers.{number}.operator_norm")
+        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        q, k, v = (
+            self.linear(hidden, number, f"self_attn.{name}_proj").view(
+                len(x), count, self.head_dim
+            )
+            for name, count in heads.items()
+        )
+        q = self.norm(q, f"layers.{number}.self_attn.q_layernorm")
+        k = self.norm(k, f"layers.{number}.self_attn.k_layernorm")
+        return self.rope(q, positions), self.rope(k, positions), v
+
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor, layer: int):
+        number = self.numbers[layer]
+        x = x + self.linear(attended.flatten(1), number, "self_attn.out_proj")
+        return self.feed_forward(x, number)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x, "embedding_norm")
+        return normed @ self.weights["model.embed_tokens.weight"].T
 
 
 class Head:
@@ -383,6 +467,7 @@ def generate(
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     keys, values = [], []
     for layer in range(model.num_layers):
+        x = model.before_attention(x, layer, reads=True)
         q, k, v = model.project(x, layer, torch.arange(n))
         logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
         attention = logits.masked_fill(~causal, float("-inf")).softmax(dim=-1)
@@ -416,6 +501,7 @@ def generate(
     for position in range(n, n + num_tokens - 1):
         x = model.embed(torch.tensor([t[-1] for t in tokens]))
         for layer in range(model.num_layers):
+            x = model.before_attention(x, layer, reads=False)
             q, k, v = model.project(x, layer, torch.full((len(variants),), position))
             keys[layer][:, :, position], values[layer][:, :, position] = k, v
             past = keys[layer][:, :, : position + 1]

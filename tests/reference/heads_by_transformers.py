@@ -2,7 +2,8 @@
 
 For every KV head of every full-attention layer and every budget of a grid: the errors
 of `vllm_h2o.calibration.sensitivity`, over the squared norm of the stream after the
-layer, or of what attention puts out where that is normalized.
+layer, or of what attention puts out where that is normalized. Where a gate multiplies
+the heads' outputs, their changes are multiplied alike.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _ATTENTION = "h2o_calibration"
 class _Layer:
     """What is collected of one layer."""
 
+    attended: tuple[Any, ...] = ()
     changes: torch.Tensor | None = None
     errors: list[torch.Tensor] = field(default_factory=list)
 
@@ -52,7 +54,7 @@ class _Measurement:
         n = query.shape[2]
         output = torch.empty_like(query)
         layer = self.layers.setdefault(module.layer_idx, _Layer())
-        layer.changes = None
+        layer.attended, layer.changes = (), None
         hidden = _hidden(n, sliding_window)
         for head in range(key.shape[1]):
             heads = slice(head * group, (head + 1) * group)
@@ -62,13 +64,22 @@ class _Measurement:
             probs = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
             output[0, heads] = probs @ value[0, head]
         if not sliding_window:
-            weight = _output_weight(module).T.unflatten(0, (key.shape[1], -1))
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            gram = weight @ weight.transpose(1, 2)
-            layer.changes = head_errors(
-                q, k, v, gram, scaling, softcap or 0.0, self.grid
-            )
+            tensors = (x[0].transpose(0, 1) for x in (query, key, value, output))
+            layer.attended = *tensors, scaling, softcap or 0.0
         return output.transpose(1, 2), None
+
+    def project(self, index: int, projection: torch.nn.Linear, taken: Any) -> None:
+        """Measure the changes, given what a layer's output projection takes."""
+        layer = self.layers[index]
+        if not layer.attended:
+            return
+        q, k, v, output, scaling, softcap = layer.attended
+        gate = (taken[0].view_as(output) / output)[-OBSERVED:]
+        weight = projection.weight.T.unflatten(0, (k.shape[1], -1))
+        gram = weight @ weight.transpose(1, 2)
+        layer.changes = head_errors(
+            q, k, v, gram, scaling, softcap, self.grid, gate=gate
+        )
 
     def after(self, index: int, output: Any) -> None:
         """Relate the changes of a layer to what it or its attention puts out."""
@@ -79,11 +90,11 @@ class _Measurement:
             layer.errors.append((layer.changes / norm).mean(dim=-1))
 
 
-def _output_weight(module: Any) -> torch.Tensor:
-    """`[hidden, num_heads * head_size]` of an attention module's last projection."""
+def _output_projection(module: Any) -> torch.nn.Linear:
+    """The last projection of an attention module."""
     for name in ("o_proj", "out_proj", "dense"):
         if isinstance(found := getattr(module, name, None), torch.nn.Linear):
-            return found.weight
+            return found
     raise ValueError(
         f"{type(module).__name__} has no output projection that is known here: this "
         "model can not be calibrated, use --h2o-head-budgets uniform"
@@ -126,10 +137,17 @@ def measure(model: Any, texts: Sequence[Sequence[int]], name: str) -> HeadProfil
     AttentionInterface.register(_ATTENTION, measurement.attend)
     model.set_attn_implementation(_ATTENTION)
     for index, layer in enumerate(model.get_decoder().layers):
-        normalizes = hasattr(layer, "post_feedforward_layernorm")
+        names = "post_feedforward_layernorm", "post_mlp_layernorm"
+        normalizes = any(hasattr(layer, name) for name in names)
         (layer.self_attn if normalizes else layer).register_forward_hook(
             lambda _, __, output, index=index: measurement.after(index, output)
         )
+        if (attention := getattr(layer, "self_attn", None)) is not None:
+            _output_projection(attention).register_forward_pre_hook(
+                lambda linear, inputs, index=index: measurement.project(
+                    index, linear, inputs[0]
+                )
+            )
     for text in texts:
         model(input_ids=torch.tensor([list(text)]), use_cache=False, logits_to_keep=1)
     evicting = [layer.errors for _, layer in sorted(measurement.layers.items())]

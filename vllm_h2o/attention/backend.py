@@ -75,9 +75,13 @@ class H2OBackend(_StockBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Turn the spec of a full-attention layer into H2O's."""
+        """Turn the spec of a full-attention layer into H2O's.
+
+        By blocks of one token vLLM asks what a token takes, to make the blocks of a
+        hybrid model as long as a state is large: as much as in stock's.
+        """
         spec = super().customize_spec(spec)
-        if type(spec) is not FullAttentionSpec:
+        if type(spec) is not FullAttentionSpec or spec.block_size == 1:
             return spec
         vllm_config = get_current_vllm_config()
         config = h2o_config(vllm_config)

@@ -7,7 +7,8 @@ heads would lose under each budget of a grid (`vllm_h2o.calibration.sensitivity`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class DensePass(DenseMetadata):
         self._changes: dict[str, torch.Tensor] = {}
         self._projected: dict[str, torch.Tensor] = {}
         self._rotation: Rotation | None = None
+        self._measures: dict[str, Callable[[torch.Tensor], None]] = {}
         self.errors: dict[str, torch.Tensor] = {}
         self.examples: dict[str, Examples] = {}
         self.rotations: dict[str, Rotation | None] = {}
@@ -84,22 +86,41 @@ class DensePass(DenseMetadata):
         else:
             _attend(query, key, value, output, impl.scale)
         if name in self._projections:
-            gram = _gram(self._projections[name], key.shape[1], output)
-            paid: list[list[torch.Tensor]] = []
-            learns = self._known is not None
-            self._changes[name] = head_errors(
-                query.float(), key.float(), value.float(), gram, impl.scale, softcap,
-                self._grid,
-                (lambda scored: paid.append(paid_later(scored, STRIDE)))
-                if learns else None,
-            )  # fmt: skip
-            if self._known is not None:
-                known = self._known[name]
-                plain = key if known is None else known.undone(key)
-                self.examples[name] = examples_of(plain, value, paid).cpu()
+            measure = functools.partial(
+                self._measured, impl, name, query, key, value, output.clone()
+            )
             if self._projections[name] is None:
+                measure(output)
                 self._note(name, output.flatten(1))
+            else:  # A gate may multiply the output on its way to the projection.
+                self._measures[name] = measure
         return output
+
+    def _measured(
+        self,
+        impl: Any,
+        name: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        taken: torch.Tensor,
+    ) -> None:
+        """Measure a layer, given what its projection takes of its output."""
+        gram = _gram(self._projections[name], key.shape[1], output)
+        paid: list[list[torch.Tensor]] = []
+        learns = self._known is not None
+        self._changes[name] = head_errors(
+            query.float(), key.float(), value.float(), gram, impl.scale,
+            float(impl.logits_soft_cap or 0.0), self._grid,
+            (lambda scored: paid.append(paid_later(scored, STRIDE)))
+            if learns else None,
+            _gate(taken.reshape(output.shape), output),
+        )  # fmt: skip
+        if self._known is not None:
+            known = self._known[name]
+            plain = key if known is None else known.undone(key)
+            self.examples[name] = examples_of(plain, value, paid).cpu()
 
     def before_rotation(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Remember how the keys are rotated that the next attention gets.
@@ -109,13 +130,22 @@ class DensePass(DenseMetadata):
         self._rotation = Rotation.of(module)
 
     def after_projection(
-        self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any
+        self,
+        name: str,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Any,
     ) -> None:
-        """Remember what the output projection of the attention `name` returned.
+        """Measure the attention `name` by what its projection took, and remember what
+        that returned.
 
         The name comes before what torch gives. What is added to it in place, before a
         norm takes it in, does not change the memory.
         """
+        (taken, *_) = (*inputs, *named.values())
+        if name in self._measures:
+            self._measures.pop(name)(taken)
         whole = output[0] if isinstance(output, tuple) else output
         self._projected[name] = _last(whole).clone()
 
@@ -157,6 +187,17 @@ class DensePass(DenseMetadata):
         """The errors of a layer, relative to `[n, size]`."""
         norm = unit[-OBSERVED:].float().pow(2).sum(dim=-1)
         self.errors[name] = (self._changes.pop(name) / norm).mean(dim=-1)
+
+
+def _gate(taken: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+    """What multiplies the outputs `[n, heads, size]` of the observed queries.
+
+    Also a norm's factors; 1 where an output of 0 does not tell.
+    """
+    taken, output = (x[-OBSERVED:].float() for x in (taken, output))
+    if torch.equal(taken, output):
+        return None
+    return (taken / output).nan_to_num(1.0, 1.0, 1.0)
 
 
 def _last(hidden: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ from vllm_h2o.calibration.dense_pass import (
 )
 from vllm_h2o.calibration.gate_fit import LEAST_EXPLAINED, Examples, Lessons
 from vllm_h2o.calibration.sensitivity import OBSERVED, grid_of
+from vllm_h2o.calibration.state_layers import states
 from vllm_h2o.calibration.texts import calibration_texts, digest
 from vllm_h2o.policy.gate import Rotation, num_features
 from vllm_h2o.policy.options import shortened
@@ -82,13 +83,22 @@ class LoadedModel:
             set_current_vllm_config(config),
             self._listening(model, dense_pass),
             self.runner.maybe_select_dummy_loras(config.lora_config, lengths),
+            states(config, len(ids), self.runner.device) as of_states,
             # Compiled code would be traced with this pass, for good.
             set_forward_context(
-                dense_pass, config, num_tokens=len(ids), skip_compiled=True
+                self._metadata(dense_pass) | of_states,
+                config,
+                num_tokens=len(ids),
+                skip_compiled=True,
             ),
         ):
             inputs = self._inputs(model, torch.tensor(ids, device=self.runner.device))
             return model.forward(intermediate_tensors=None, **inputs)
+
+    def _metadata(self, dense_pass: DensePass) -> dict[str, Any]:
+        """The metadata of every attention, by name."""
+        modules = self.vllm_config.compilation_config.static_forward_context
+        return dict.fromkeys(modules, dense_pass)
 
     @contextmanager
     def _listening(self, model: nn.Module, dense_pass: DensePass) -> Iterator[None]:
@@ -106,7 +116,8 @@ class LoadedModel:
                     continue
                 called = called_module(model, projection)
                 tell = functools.partial(dense_pass.after_projection, name)
-                hooks.callback(called.register_forward_hook(tell).remove)
+                hook = called.register_forward_hook(tell, with_kwargs=True)
+                hooks.callback(hook.remove)
                 for norm in norms_of(decoder):
                     tell = functools.partial(dense_pass.before_norm, name)
                     hook = norm.register_forward_pre_hook(tell, with_kwargs=True)

@@ -2,12 +2,13 @@
 
 For a KV head g and a budget B, over the last queries q of a text:
 
-    error[g, B, q] = |W_g (o_B[q] - o[q])|^2
+    error[g, B, q] = |W_g (a[q] * (o_B[q] - o[q]))|^2
 
 with o the output of the head's query heads, o_B the same over what a plain H2O keeps
 of the past with B slots (4 sinks, the highest mean probability over all earlier
 queries, the recent half; not the preset's choices: what counts is how heads compare),
-and W_g the head's part of the output projection.
+a what a gate multiplies the output by where a model has one (Qwen3-Next; else 1), and
+W_g the head's part of the output projection.
 
 A profile has them over the squared norm of the residual stream after the layer, which
 they are errors of. Some models (Gemma, OLMo 2) normalize what attention puts out before
@@ -33,6 +34,8 @@ OBSERVED = 128
 STRIDE = 8
 """One earlier query in so many scores: more would change nothing that shows."""
 SINKS = 4
+_LEAST_SEEN = 1e-30
+"""Of a query's attention, that what is kept has: less of it says nothing."""
 
 
 def grid_of(context_tokens: int) -> list[int]:
@@ -49,6 +52,7 @@ def head_errors(
     softcap: float,
     grid: Sequence[int],
     note: Callable[[torch.Tensor], None] | None = None,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The errors of every KV head of one layer on one text.
 
@@ -63,6 +67,8 @@ def head_errors(
         grid: Budgets in tokens.
         note: Is told the attention of the queries 0, `STRIDE`, .. before the observed
             ones, `[group, queries, n]`, for one KV head after the other.
+        gate: `[OBSERVED, num_heads, head_size_v]` float32, what the outputs of the
+            observed queries are multiplied by; None: nothing.
 
     Returns:
         `[num_kv_heads, len(grid), OBSERVED]` float32.
@@ -78,8 +84,13 @@ def head_errors(
         full = observed @ value[:, head]
         for kept in _kept(scored, grid):
             part = observed[..., kept]
-            output = (part / part.sum(dim=-1, keepdim=True)) @ value[kept, head]
-            change = (output - full).transpose(0, 1).flatten(1)
+            # Of a head that looks at one token alone, others get nothing in float32.
+            seen = part.sum(dim=-1, keepdim=True).clamp(min=_LEAST_SEEN)
+            output = (part / seen) @ value[kept, head]
+            change = (output - full).transpose(0, 1)
+            if gate is not None:
+                change = change * gate[:, head * group : (head + 1) * group]
+            change = change.flatten(1)
             errors.append(((change @ gram[head]) * change).sum(dim=-1))
     shape = (key.shape[1], len(grid), OBSERVED)
     return torch.stack(errors).view(shape).clamp(min=0.0)

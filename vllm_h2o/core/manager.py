@@ -413,10 +413,10 @@ class H2OManager(FullAttentionManager):
 
 
 def publish_alike(manager: SingleTypeKVCacheManager, h2o: H2OManager) -> None:
-    """Let the blocks of windowed layers be published as H2O's are.
+    """Let the blocks of layers with a window or a state be published as H2O's are.
 
-    What windowed layers compute from a compressed past on differs as well. And they
-    keep only what a repeat of the prompt can resume at, which is earlier with H2O.
+    From a compressed past on they take in what differs as well. And they keep only what
+    a repeat of the prompt can resume at, which is earlier with H2O.
     """
     stock = manager.cache_blocks
 

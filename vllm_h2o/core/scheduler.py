@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
@@ -127,6 +127,26 @@ class H2OScheduler(AsyncScheduler):
                 request.request_id, request.num_tokens, most, options, climb
             )
         return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """End a prompt's step where a repeat resumes too: a state is kept at ends only.
+
+        vLLM keeps one at the prompt's last whole block, behind which the queries that
+        score may have begun.
+        """
+        computed = num_new_local_computed_tokens, num_external_computed_tokens
+        num_tokens = super()._mamba_block_aligned_split(
+            request, num_new_tokens, *computed
+        )
+        start = request.num_computed_tokens + sum(computed)
+        resumes = self.h2o_managers[0].replay_boundary(request.request_id)
+        return resumes - start if start < resumes < start + num_tokens else num_tokens
 
     def update_from_output(self, scheduler_output, model_runner_output):
         """Take in a step's results, with what its transitions took."""
@@ -247,20 +267,27 @@ class H2OScheduler(AsyncScheduler):
         assert isinstance(spec, H2OAttentionSpec)
         return spec
 
+    def _blocks_of_others(self) -> int:
+        """Most blocks of a request where H2O leaves layers alone: windows, states."""
+        blocks = 0
+        for group in self.kv_cache_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            if window := getattr(spec, "sliding_window", None):
+                blocks += cdiv(window, spec.block_size) + 1
+            elif isinstance(spec, MambaSpec):
+                most = spec.max_memory_usage_bytes(self.vllm_config)
+                blocks += cdiv(most, spec.page_size_bytes)
+        return blocks
+
     def _summary(self) -> str:
         spec, config = self._spec, self._spec.h2o
         usable = self.kv_cache_config.num_blocks - 1
         full = cdiv(self.max_model_len, spec.block_size)
-        groups = self.kv_cache_config.kv_cache_groups
-        windowed = sum(
-            cdiv(window, spec.block_size) + 1
-            for group in groups
-            if (window := getattr(group.kv_cache_spec, "sliding_window", None))
-        )
+        others = self._blocks_of_others()
         count = len(self.h2o_managers)
         most, blocks = self._most, self._most // spec.block_slots
         layout = SlotLayout.of_blocks(config, spec.page_slots, most // spec.page_slots)
-        resident = usable // (blocks * count + windowed)
+        resident = usable // (blocks * count + others)
         decay = getattr(config.method, "score_decay", None)
         observing = (
             "prompts by the gate"
@@ -289,5 +316,5 @@ class H2OScheduler(AsyncScheduler):
             f"holds at most {most} KV tokens (stock: {self.max_model_len}); "
             "the pool of "
             f"{usable} blocks fits {resident} such requests, or "
-            f"{usable // (full * count + windowed)} full-length ones."
+            f"{usable // (full * count + others)} full-length ones."
         )

@@ -13,6 +13,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_h2o.attention.device_tables import NUM_SIZES
@@ -108,8 +109,12 @@ def most_blocks(specs: dict[str, KVCacheSpec], num_bytes: int) -> int:
     A block is a page of each layer of a KV cache group, and groups have as many layers
     as there are of the rarest kind, or more.
     """
-    windows = [getattr(spec, "sliding_window", None) for spec in specs.values()]
-    kinds = Counter(zip(map(type, specs.values()), windows, strict=True))
+    kinds = Counter(
+        spec
+        if isinstance(spec, MambaSpec)
+        else (type(spec), getattr(spec, "sliding_window", None))
+        for spec in specs.values()
+    )
     ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
     if not ours:
         return 0

@@ -90,6 +90,9 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
         "(self, request)",
         "(self, request, max_cache_hit_length=)",
     ),
+    "v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (
+        "(self, request, num_new_tokens, num_new_local_computed_tokens=, num_external_computed_tokens=)",
+    ),
     "v1.core.sched.scheduler:Scheduler.update_from_output": (
         "(self, scheduler_output, model_runner_output)",
     ),
@@ -169,6 +172,20 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     ),
     "v1.kv_cache_interface:KVCacheConfig.num_blocks": ("is int",),
     "v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("class (AttentionSpec)",),
+    "v1.kv_cache_interface:MambaSpec": ("class (KVCacheSpec)",),
+    "v1.kv_cache_interface:MambaSpec.max_memory_usage_bytes": ("(self, vllm_config)",),
+    "v1.kv_cache_interface:MambaSpec.page_size_bytes": ("(self)",),
+    "model_executor.layers.mamba.abstract:MambaBase": ("class (AttentionLayerBase)",),
+    "model_executor.layers.mamba.abstract:MambaBase.kv_cache": (
+        "is tuple[torch.Tensor, ...]",
+    ),
+    "model_executor.layers.mamba.abstract:MambaBase.bind_kv_cache": (
+        "(self, kv_cache)",
+    ),
+    "model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec": (
+        "(self, vllm_config)",
+    ),
+    "model_executor.layers.mamba.abstract:MambaBase.get_attn_backend": ("(self)",),
     "v1.kv_cache_interface:UniformTypeKVCacheSpecs": ("class (KVCacheSpec)",),
     "v1.kv_cache_interface:is_quantized_kv_cache": ("(kv_cache_dtype)",),
     "v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": (
@@ -243,6 +260,7 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
         "is torch.Tensor",
     ),
     "v1.attention.backend:CommonAttentionMetadata.slot_mapping": ("is torch.Tensor",),
+    "v1.attention.backend:CommonAttentionMetadata.max_seq_len": ("is int",),
     "v1.attention.backend:CommonAttentionMetadata._num_computed_tokens_cache": (
         "is torch.Tensor | None",
     ),

@@ -123,9 +123,6 @@ def _check_model(vllm_config: VllmConfig) -> None:
     if window is not None:
         fix = f"use --max-model-len {window} or less, within which no window binds"
         _refuse("a model whose layers all have a window", window, fix)
-    if model.is_hybrid:
-        fix = "use a model whose layers all are attention"
-        _refuse("model with Mamba or linear-attention layers", model.model, fix)
     if model.is_diffusion:
         _refuse("diffusion model", model.model, "use an autoregressive model")
     if model.use_mla:
@@ -135,9 +132,9 @@ def _check_model(vllm_config: VllmConfig) -> None:
     if model.runner_type != "generate":
         _refuse("--runner", model.runner_type, "use --runner generate")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and (
-        _has_other_attention(vllm_config)
+        _has_several_kinds(vllm_config)
     ):
-        fix = "drop it: this model has sliding-window layers, which keep their own"
+        fix = "drop it: this model has layers with a window or a state of their own"
         _refuse("--disable-hybrid-kv-cache-manager", True, fix)
 
 
@@ -146,9 +143,11 @@ def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
     return set(getattr(text, "layer_types", None) or ("full_attention",))
 
 
-def _has_other_attention(vllm_config: VllmConfig) -> bool:
-    """Whether a model has windowed or chunked layers beside full attention."""
+def _has_several_kinds(vllm_config: VllmConfig) -> bool:
+    """Whether layers with a window or a state stand beside full attention."""
     kinds = _layer_kinds(vllm_config)
+    if vllm_config.model_config.is_hybrid:
+        return True
     return bool(kinds - {"full_attention"}) and "full_attention" in kinds
 
 
@@ -288,6 +287,11 @@ def check_cuda_options(vllm_config: VllmConfig) -> None:
     if attention.backend_per_kind:
         fix = "use --attention-backend"
         _refuse("attention_config.backend_per_kind", attention.backend_per_kind, fix)
+    layout = envs.VLLM_KV_CACHE_LAYOUT
+    if layout and layout.startswith("B") and _has_several_kinds(vllm_config):
+        # vLLM then packs layers of one kind into a spec that is no longer ours.
+        fix = "unset it, this model has layers of several kinds"
+        _refuse("VLLM_KV_CACHE_LAYOUT", layout, fix)
     parallel = vllm_config.parallel_config
     if parallel.enable_dbo:
         _refuse("--enable-dbo", True, "drop --enable-dbo")
@@ -313,6 +317,8 @@ def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
             _check_text_length(vllm_config)
         return
     profile = HeadProfile.load(path)
+    if vllm_config.model_config.is_hybrid:
+        return  # Configs name layers in many ways; the worker counts those that evict.
     kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
     if kinds is None:
         kinds = [
@@ -381,5 +387,6 @@ def check_kernel_block_size(managed: KVCacheSpec, read: KVCacheSpec) -> None:
         raise ValueError(
             f"H2O needs one page per block, but --block-size {managed.block_size} is "
             f"cut into blocks of {read.block_size} for the attention backend: use "
-            f"--block-size {read.block_size}, or drop --kv-policy"
+            f"--block-size {read.block_size}, or where vLLM sizes blocks by a model's "
+            "states --attention-backend TRITON_ATTN, or drop --kv-policy"
         )
