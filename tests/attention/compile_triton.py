@@ -88,6 +88,9 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     grown_at = zeros if by_head else None
     rows = ResidentRows(table, zeros, zeros, placements=index, grown_at=grown_at)
     params = DecodeParams(layout, 0.1, softcap, Mean(0.9))
+    if softcap:  # Sinks too, of the model's type.
+        sinks = torch.zeros(2 * group, dtype=dtype)
+        params = dataclasses.replace(params, sink_logits=sinks)
     if by_head:
         params = dataclasses.replace(
             params, placements=placements_of(pages, [512, 1024])

@@ -190,6 +190,33 @@ def test_int8_equals_reference(name, dtype, heads):
         )
 
 
+SINKS = torch.tensor([-2.0, 0.0, 8.0, 50.0, -300.0, 1.5, 3.0, 0.5, -1.0, 300.0])
+"""Also such as leave nothing to the tokens, or all."""
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (10, 2)])
+@pytest.mark.parametrize(
+    ("name", "quantized"),
+    [
+        *(("mean", False), ("softcap", False), ("reads a part", False)),
+        *(("merges", False), ("mean", True), ("reads a part", True)),
+    ],
+)
+def test_sinks_take_attention_and_give_nothing(name, quantized, heads):
+    params = replace(CASES[name], sink_logits=SINKS[: heads[0]].clone())
+    arguments = (params, torch.float32, heads, 64, 130, quantized)
+    expected, expected_pages, table = run(reference.decode_resident, *arguments)
+    used = table.flatten().long()
+    actual, pages, _ = run_kernel(3, *arguments)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(pages.births[used], expected_pages.births[used])
+    torch.testing.assert_close(
+        pages.attention[used], expected_pages.attention[used], rtol=1e-4, atol=1e-6
+    )
+    without, *_ = run_kernel(3, CASES[name], *arguments[1:])
+    assert not torch.allclose(actual, without, rtol=0.1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_is_near_what_it_rounds(dtype):
     # Before anything competes the same tokens are there, each within half a step.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.test_decode import make_cache, params_of
+from tests.attention.test_decode import SINKS, make_cache, params_of
 from vllm_h2o.attention.ops import cpu, reference
 from vllm_h2o.attention.pages import Pages
 
@@ -58,7 +58,14 @@ CASES = {
     "decay": params_of(decay=0.9),
     "newest query only": params_of(decay=0.0),
     "softcap": params_of(softcap=3.0),
+    "sinks": params_of(),
 }
+
+
+def with_sinks(name, num_heads):
+    """The case, with sinks of as many heads where it is theirs."""
+    params = CASES[name]
+    return replace(params, sink_logits=SINKS[:num_heads]) if name == "sinks" else params
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,7 +73,8 @@ CASES = {
 @pytest.mark.parametrize("window", [1, 7, 64])
 def test_window(name, heads, window):
     num_tokens = 149
-    check(make_prompt(num_tokens, heads), num_tokens - window, CASES[name])
+    params = with_sinks(name, heads[0])
+    check(make_prompt(num_tokens, heads), num_tokens - window, params)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 97, 353])
@@ -91,7 +99,7 @@ def test_rows_that_outgrow_the_scratch():
 
 @pytest.mark.parametrize("name", CASES)
 def test_window_that_spans_chunks(name):
-    prompt, params = make_prompt(170, (9, 3)), CASES[name]
+    prompt, params = make_prompt(170, (9, 3)), with_sinks(name, 9)
     in_parts = check(prompt, 70, params, chunks=(71, 96, 97, 160))
     at_once = scores_of(cpu.observe, prompt, 70, params)
     torch.testing.assert_close(in_parts, at_once, **CLOSE)
@@ -126,7 +134,8 @@ def test_attending_in_the_same_pass(scoring, heads, dtype):
     prompt = make_prompt(num_tokens, heads, 80, dtype=dtype)
     query, pages, blocks = with_values(prompt)
     queries, skipped = query[first:], num_tokens - first - scoring
-    for params in (CASES["decay"], CASES["softcap"]):
+    for name in ("decay", "softcap", "sinks"):
+        params = with_sinks(name, heads[0])
         results = []
         for op in (reference.attend_observed, cpu.attend_observed):
             scores = torch.rand(heads[1], num_tokens, generator=torch.manual_seed(1))

@@ -72,6 +72,19 @@ def test_int8_step_equals_reference(name):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("group", [1, 3, 5])
+def test_sinks(group, dtype):
+    """Of the model's type, as a graph holds them; in one split and in several."""
+    sinks = torch.tensor([-2.0, 0.0, 8.0, 40.0, -300.0, 1.5, 3.0, 300.0, 2.0, -1.0])
+    params = dataclasses.replace(
+        params_of(mean=True), sink_logits=sinks[: 2 * group].to(dtype)
+    )
+    step = make_step(params, [0, 5, 47, 60], dtype, heads=(2 * group, 2))
+    for num_splits in (1, 3):
+        check_step(step, num_splits)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("head_size", [80, 128])
 def test_int8_of_head_sizes_and_dtypes(head_size, dtype):
     params = params_of(mean=True)

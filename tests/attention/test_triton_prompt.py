@@ -38,6 +38,11 @@ def test_soft_capped_scores():
     check_scores(make_prompt(83), make_queries(70, 2), 83, softcap=3.0)
 
 
+def test_scores_beside_sinks():
+    sinks = torch.tensor([-2.0, 0.0, 8.0, 300.0], device=DEVICE)
+    check_scores(make_prompt(83), make_queries(70, 4), 83, sinks=sinks)
+
+
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 def test_window_that_spans_chunks(decay):
     """Scores of earlier queries decay and stay; what is not seen yet has none."""

@@ -108,13 +108,16 @@ def check_gate(prompt, num_tokens=149, rotary_dim=16):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=error)
 
 
-def check_scores(prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None):
+def check_scores(
+    prompt, query, num_tokens, decay=1.0, softcap=0.0, scores=None, sinks=None
+):
     """Both add the same to the same earlier scores, by default none."""
     pages, dense, _ = prompt
     first = num_tokens - len(query)
     if scores is None:
         scores = torch.zeros(pages.keys.shape[1], num_tokens, device=DEVICE)
     expected, params = scores.clone(), scoring_params(decay, softcap)
+    params = replace(params, sink_logits=sinks)
     reference.observe(query, pages, dense, first, {"attention": expected}, params)
     observe(query, pages, dense, first, {"attention": scores}, params)
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)

@@ -14,7 +14,11 @@ from vllm_h2o.calibration.sensitivity import (
 N, KV_HEADS, GROUP, SIZE, HIDDEN = 2 * OBSERVED + 72, 3, 2, 16, 40
 
 
-def by_masks(query, key, value, weight, scale, softcap, grid):
+SINK_LOGITS = torch.tensor([-30.0, 2.0, 0.0, 9.0, 1.0, -1.0])
+"""Of each query head: one that takes nothing, and one that takes nearly all."""
+
+
+def by_masks(query, key, value, weight, scale, softcap, grid, sinks=None):
     """`[num_kv_heads, grid, OBSERVED]`: keys that are dropped get a weight of 0.
 
     Args:
@@ -27,7 +31,13 @@ def by_masks(query, key, value, weight, scale, softcap, grid):
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         hidden = torch.ones(N, N, dtype=torch.bool).triu(1)
-        probs = logits.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+        if sinks is None:
+            sink = torch.full((GROUP, N, 1), float("-inf"))
+        else:
+            sink = sinks[heads, None, None].expand(GROUP, N, 1)
+        probs = torch.cat([logits, sink], dim=-1).softmax(dim=-1)
+        of_sink, probs = probs[:, N - OBSERVED :, -1:], probs[..., :-1]
         scoring = torch.arange(0, past, STRIDE)
         could_see = (scoring[:, None] >= torch.arange(N)).sum(dim=0)
         score = probs[:, scoring].sum(dim=(0, 1)) / could_see.clamp(min=1)
@@ -41,7 +51,8 @@ def by_masks(query, key, value, weight, scale, softcap, grid):
             older = score[: past - recent]
             kept[older.topk(min(budget - recent, len(older))).indices] = 1.0
             part = observed * kept
-            output = (part / part.sum(dim=-1, keepdim=True)) @ value[:, head]
+            left = part.sum(dim=-1, keepdim=True) + of_sink
+            output = (part / left) @ value[:, head]
             change = torch.einsum("hqd,xhd->qx", output - full, weight[:, heads])
             errors.append(change.pow(2).sum(dim=-1))
     return torch.stack(errors).view(KV_HEADS, len(grid), OBSERVED)
@@ -62,13 +73,15 @@ def gram_of(weight):
     return own @ own.transpose(1, 2)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_errors_are_those_of_masked_attention(layer, softcap):
+@pytest.mark.parametrize(
+    ("softcap", "sinks"), [(0.0, None), (2.0, None), (0.0, SINK_LOGITS)]
+)
+def test_errors_are_those_of_masked_attention(layer, softcap, sinks):
     query, key, value, weight = layer
     grid = [*grid_of(N), N]
     args = (SIZE**-0.5, softcap, grid)
-    found = head_errors(query, key, value, gram_of(weight), *args)
-    expected = by_masks(query, key, value, weight, *args)
+    found = head_errors(query, key, value, gram_of(weight), *args, sink_logits=sinks)
+    expected = by_masks(query, key, value, weight, *args, sinks)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert (found[:, 0].mean(dim=-1) > 2 * found[:, -2].mean(dim=-1)).all()
     # Nothing is lost where everything is kept.

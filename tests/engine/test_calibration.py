@@ -14,6 +14,7 @@ from tests.engine.helpers import engine, generate, outcome
 from tests.engine.tiny_models import (
     ROTATES_ALL_HEADS,
     random_prompts,
+    save_gpt_oss,
     save_hybrid,
     save_lfm2,
     save_llama,
@@ -83,7 +84,13 @@ def logged(caplog):
     logger.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize("save", [save_llama, save_hybrid, save_lfm2, save_trinity])
+@pytest.mark.parametrize(
+    "save",
+    [
+        *(save_llama, save_trinity, save_lfm2, save_gpt_oss),
+        pytest.param(save_hybrid, marks=pytest.mark.slow),
+    ],
+)
 def test_curves_are_those_of_transformers_and_heads_get_budgets_by_them(tmp_path, save):
     from transformers import AutoModelForCausalLM
 

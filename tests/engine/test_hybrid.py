@@ -16,6 +16,7 @@ from tests.engine.helpers import (
 from tests.engine.tiny_models import (
     ROTATES_ALL_HEADS,
     random_prompts,
+    save_gpt_oss,
     save_granite4,
     save_hybrid,
     save_lfm2,
@@ -144,6 +145,7 @@ def lfm2(tmp_path_factory):
     return save_lfm2(tmp_path_factory.mktemp("lfm2"))
 
 
+@pytest.mark.slow
 def test_beside_states_a_budget_that_never_binds_gives_stock_tokens(lfm2):
     """And stock's hits: a state is kept where the prompt's last whole block ends."""
     probe = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
@@ -159,6 +161,7 @@ def test_beside_states_a_budget_that_never_binds_gives_stock_tokens(lfm2):
     ("save", "options", "block"),
     [
         (save_qwen3_next, {"dtype": "bfloat16"}, 288),
+        (save_gpt_oss, {"block_size": 128}, 128),
         # What vLLM lacks on CPU is Mamba2 with a prefix cache.
         pytest.param(
             save_granite4,
@@ -174,10 +177,10 @@ def test_beside_states_a_budget_that_never_binds_gives_stock_tokens(lfm2):
         ),
     ],
 )
-def test_other_states_leave_stock_tokens_and_are_compressed_beside(
+def test_other_hybrids_have_stock_tokens_and_are_compressed(
     tmp_path, save, options, block
 ):
-    """vLLM makes blocks as long as a state needs."""
+    """vLLM makes blocks as long as a state needs. Of gpt-oss the softmax has sinks."""
     model, options = save(tmp_path), OPTIONS | options
     probe = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
     with engine(model, **probe, **options) as llm:

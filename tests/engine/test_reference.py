@@ -17,7 +17,7 @@ from tests.engine.helpers import (
     engine,
     prompts_of,
 )
-from tests.engine.tiny_models import random_prompts, save_llama
+from tests.engine.tiny_models import random_prompts, save_granite_swa, save_llama
 from tests.reference.dense_h2o import DenseLlama, Head, RoundedHead, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
 from vllm_h2o.policy.profile import HeadProfile, allocate
@@ -170,6 +170,23 @@ def test_layout_vec16_equals_reference(tmp_path):
     options |= {"kv_policy": "h2o", "skip_tokenizer_init": True}
     with engine(folder, max_num_batched_tokens=256, **options) as llm:
         assert llm.collective_rpc("probe_layout") == ["vec16"]
+        assert_equal_densely(llm, prompts, expected)
+
+
+def test_softmax_sinks_equal_reference(tmp_path):
+    """In chunks, and of a request that fills its budget while it generates."""
+    folder = save_granite_swa(tmp_path)
+    variant, prompts = VARIANTS[-1], random_prompts(230, 400, 700, seed=2)
+    model = DenseLlama(folder)
+    expected = [
+        generate_densely(model, prompt, NUM_TOKENS, [variant], SIZES)[0]
+        for prompt in prompts
+    ]
+    assert max(len(set(result.tokens)) for result in expected) > 10
+    settings = json.loads(settings_of(variant))
+    options = {f"h2o_{name}": value for name, value in settings.items()}
+    options |= {"kv_policy": "h2o", "skip_tokenizer_init": True}
+    with engine(folder, max_num_batched_tokens=256, **options) as llm:
         assert_equal_densely(llm, prompts, expected)
 
 

@@ -90,6 +90,50 @@ def save_trinity(folder: Path) -> Path:
     return _save(AfmoeForCausalLM, config, folder)
 
 
+def _with_sinks(model_cls: Any) -> Any:
+    """A class whose sinks, which transformers starts with zeros, are not alike."""
+
+    def make(config: Any) -> Any:
+        model = model_cls(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(parameter, 2.0, 2.0)
+        return model
+
+    return make
+
+
+def save_granite_swa(folder: Path, **options: Any) -> Path:
+    """A GraniteSWA, all of whose layers see everything: its softmax has sinks."""
+    from transformers import GraniteSWAConfig, GraniteSWAForCausalLM
+
+    settings = {name: value for name, value in _COMMON.items() if name != "head_dim"}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = options.pop("num_hidden_layers", 4)
+    config = GraniteSWAConfig(
+        **settings | options,
+        num_hidden_layers=layers,
+        layer_types=["full_attention"] * layers,
+        attention_multiplier=32**-0.5,
+    )
+    return _save(_with_sinks(GraniteSWAForCausalLM), config, folder)
+
+
+def save_gpt_oss(folder: Path) -> Path:
+    """A gpt-oss: windowed and full layers in turn, all with sinks; experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **_COMMON | {"tie_word_embeddings": False},
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return _save(_with_sinks(GptOssForCausalLM), config, folder)
+
+
 _BESIDE_STATES = {
     **{name: value for name, value in _COMMON.items() if name != "head_dim"},
     "num_attention_heads": 4,

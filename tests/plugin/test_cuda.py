@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,35 @@ def test_image_prefixes_are_read_by_triton(config, on_cuda, monkeypatch):
     config.model_config.dtype = torch.bfloat16
     monkeypatch.setattr(type(config.model_config), "is_mm_prefix_lm", True)
     assert gpu_worker.stock_backend(config).name == "TRITON_ATTN"
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_softmax_sinks_are_read_by_a_backend_that_has_them(
+    config, on_cuda, monkeypatch, supported
+):
+    """FlashAttention 2 has none."""
+    config.model_config.dtype = torch.bfloat16
+    monkeypatch.setattr(
+        gpu_worker.FlashAttentionBackend, "supports_sink", lambda: supported
+    )
+    assert gpu_worker.stock_backend(config).name == "FLASH_ATTN"
+    expected = "FLASH_ATTN" if supported else "TRITON_ATTN"
+    for kind, others in (
+        ("gpt_oss", {}),
+        ("granite_swa", {"layer_types": ["full_attention"]}),
+        ("granite", {"attention_sinks": True}),
+        ("laguna", {"swa_attention_sink_enabled": True}),
+    ):
+        config.model_config.hf_text_config = SimpleNamespace(model_type=kind, **others)
+        assert gpu_worker.stock_backend(config).name == expected
+    for kind, others in (
+        ("granite", {"layer_types": None}),
+        ("granite_swa", {"layer_types": ["full_attention"], "attention_sinks": False}),
+        ("granitemoehybrid", {"layer_types": ["attention"]}),
+        ("laguna", {}),
+    ):
+        config.model_config.hf_text_config = SimpleNamespace(model_type=kind, **others)
+        assert gpu_worker.stock_backend(config).name == "FLASH_ATTN"
 
 
 def test_a_config_that_had_an_engine_before_makes_another(config, on_cuda):

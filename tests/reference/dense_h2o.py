@@ -75,6 +75,21 @@ class DenseLlama:
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
+    def attention(
+        self, logits: torch.Tensor, seen: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """Softmax of `[heads, queries, n]` logits where they are seen.
+
+        Some models (GraniteSWA) have a logit per head that takes part in it, and that
+        no token has.
+        """
+        logits = logits.masked_fill(~seen, float("-inf"))
+        sinks = self.weights.get(f"model.layers.{layer}.self_attn.sinks")
+        if sinks is None:
+            return logits.softmax(dim=-1)
+        sinks = sinks[:, None, None].expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+
     def before_attention(
         self, x: torch.Tensor, layer: int, reads: bool
     ) -> torch.Tensor:
@@ -470,7 +485,7 @@ def generate(
         x = model.before_attention(x, layer, reads=True)
         q, k, v = model.project(x, layer, torch.arange(n))
         logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
-        attention = logits.masked_fill(~causal, float("-inf")).softmax(dim=-1)
+        attention = model.attention(logits, causal, layer)
         mixed = torch.einsum("hqk,khd->qhd", attention, v.repeat_interleave(group, 1))
         grown = (len(variants), model.num_kv_heads, capacity, model.head_dim)
         keys.append(torch.zeros(grown))
@@ -514,8 +529,14 @@ def generate(
                     head.join(position)
                     masks.append(head.visible(q[i, g], past[i, g]))
             kept = torch.stack(masks).view(len(variants), model.num_kv_heads, 1, -1)
-            logits = q @ past.transpose(-1, -2) * scale
-            attention = logits.masked_fill(~kept, float("-inf")).softmax(dim=-1)
+            logits = (q @ past.transpose(-1, -2) * scale).flatten(1, 2)[:, :, None]
+            seen = kept.repeat_interleave(group, 1)
+            attention = torch.stack(
+                [
+                    model.attention(*of_variant, layer)
+                    for of_variant in zip(logits, seen, strict=True)
+                ]
+            ).view(len(variants), model.num_kv_heads, group, -1)
             mixed = attention @ values[layer][:, :, : position + 1]
             for i, per_variant in enumerate(heads):
                 for g, head in enumerate(per_variant[layer]):

@@ -3,7 +3,8 @@
 For every KV head of every full-attention layer and every budget of a grid: the errors
 of `vllm_h2o.calibration.sensitivity`, over the squared norm of the stream after the
 layer, or of what attention puts out where that is normalized. Where a gate multiplies
-the heads' outputs, their changes are multiplied alike.
+the heads' outputs, their changes are multiplied alike; where a sink takes part in the
+softmax, it takes part in what is left of it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class _Measurement:
         dropout: float = 0.0,
         softcap: float | None = None,
         sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """A transformers attention function, `[1, heads, n, head_size]` each."""
@@ -61,11 +63,15 @@ class _Measurement:
             logits = query[0, heads] @ key[0, head].T * scaling
             if softcap:
                 logits = softcap * torch.tanh(logits / softcap)
-            probs = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+            logits = logits.masked_fill_(hidden, float("-inf"))
+            if s_aux is not None:
+                sinks = s_aux[heads, None, None].expand(-1, n, 1)
+                logits = torch.cat([logits, sinks], dim=-1)
+            probs = logits.softmax(dim=-1)[..., :n]
             output[0, heads] = probs @ value[0, head]
         if not sliding_window:
             tensors = (x[0].transpose(0, 1) for x in (query, key, value, output))
-            layer.attended = *tensors, scaling, softcap or 0.0
+            layer.attended = *tensors, scaling, softcap or 0.0, s_aux
         return output.transpose(1, 2), None
 
     def project(self, index: int, projection: torch.nn.Linear, taken: Any) -> None:
@@ -73,12 +79,12 @@ class _Measurement:
         layer = self.layers[index]
         if not layer.attended:
             return
-        q, k, v, output, scaling, softcap = layer.attended
+        q, k, v, output, scaling, softcap, sinks = layer.attended
         gate = (taken[0].view_as(output) / output)[-OBSERVED:]
         weight = projection.weight.T.unflatten(0, (k.shape[1], -1))
         gram = weight @ weight.transpose(1, 2)
         layer.changes = head_errors(
-            q, k, v, gram, scaling, softcap, self.grid, gate=gate
+            q, k, v, gram, scaling, softcap, self.grid, gate=gate, sink_logits=sinks
         )
 
     def after(self, index: int, output: Any) -> None:

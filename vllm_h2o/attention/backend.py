@@ -103,6 +103,7 @@ class H2OImpl(_StockImpl):
     sliding_window: Any
     logits_soft_cap: Any
     num_kv_heads: int
+    sinks: torch.Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -289,6 +290,7 @@ class H2OImpl(_StockImpl):
             softcap=float(self.logits_soft_cap or 0.0),
             method=self.h2o.method,
             placements=self.placements,
+            sink_logits=self._sink_logits(kv_cache.device),
             read=share_of(self.h2o.read),
             merge=self.h2o.merges,
             group=self.num_heads // self.num_kv_heads,
@@ -302,6 +304,14 @@ class H2OImpl(_StockImpl):
             # Copied to the device now: no later step, and no capture of one, may.
             _ = self._params.device_tables
         self._bound = bound
+
+    def _sink_logits(self, device: torch.device) -> torch.Tensor | None:
+        """Of this rank's query heads; on CUDA the parameter itself, since a graph that
+        has been captured reads it at its address."""
+        if self.sinks is None:
+            return None
+        sinks = self.sinks.detach()
+        return sinks.float() if device.type == "cpu" else sinks
 
     def _forward_prompts(
         self,
@@ -357,7 +367,6 @@ def _refuse_layer(impl: Any) -> None:
     """Raise ValueError for attention that the resident kernels do not compute."""
     refused = {
         "ALiBi": impl.alibi_slopes is not None,
-        "attention sinks in the softmax (gpt-oss)": impl.sinks is not None,
         "KV sharing between layers": impl.kv_sharing_target_layer_name is not None,
     }
     for feature, present in refused.items():

@@ -81,8 +81,12 @@ class DensePass(DenseMetadata):
         window = layer.sliding_window
         if window is not None and window >= len(query):
             window = None
-        if softcap or window or query.shape[2] > _FUSED_HEAD_SIZE:
-            _attend_in_tiles(query, key, value, output, impl.scale, softcap, window)
+        sinks = _sinks(impl)
+        no_fused = softcap or window or sinks is not None
+        if no_fused or query.shape[2] > _FUSED_HEAD_SIZE:
+            _attend_in_tiles(
+                query, key, value, output, impl.scale, softcap, window, sinks
+            )
         else:
             _attend(query, key, value, output, impl.scale)
         if name in self._projections:
@@ -115,7 +119,7 @@ class DensePass(DenseMetadata):
             float(impl.logits_soft_cap or 0.0), self._grid,
             (lambda scored: paid.append(paid_later(scored, STRIDE)))
             if learns else None,
-            _gate(taken.reshape(output.shape), output),
+            _gate(taken.reshape(output.shape), output), _sinks(impl),
         )  # fmt: skip
         if self._known is not None:
             known = self._known[name]
@@ -187,6 +191,11 @@ class DensePass(DenseMetadata):
         """The errors of a layer, relative to `[n, size]`."""
         norm = unit[-OBSERVED:].float().pow(2).sum(dim=-1)
         self.errors[name] = (self._changes.pop(name) / norm).mean(dim=-1)
+
+
+def _sinks(impl: Any) -> torch.Tensor | None:
+    """`[num_heads]` float32 logits, if the softmax has sinks."""
+    return None if impl.sinks is None else impl.sinks.detach().float()
 
 
 def _gate(taken: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
@@ -298,13 +307,15 @@ def _attend_in_tiles(
     scale: float,
     softcap: float,
     window: int | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     group = query.shape[1] // key.shape[1]
     keys, values = (x.float().repeat_interleave(group, 1) for x in (key, value))
     for rows in torch.arange(len(query), device=query.device).split(_TILE):
         logits = torch.einsum("qhd,thd->hqt", query[rows].float() * scale, keys)
         hidden = ~_visible(rows, len(key), window)
-        probs = attention_of(logits, hidden, softcap=softcap)
+        sink = None if sinks is None else sinks[:, None]
+        probs = attention_of(logits, hidden, softcap=softcap, sink=sink)
         attended = torch.einsum("hqt,thd->qhd", probs, values)
         output[rows] = attended.to(output.dtype)
 

@@ -6,7 +6,8 @@ For a KV head g and a budget B, over the last queries q of a text:
 
 with o the output of the head's query heads, o_B the same over what a plain H2O keeps
 of the past with B slots (4 sinks, the highest mean probability over all earlier
-queries, the recent half; not the preset's choices: what counts is how heads compare),
+queries, the recent half; not the preset's choices: what counts is how heads compare)
+beside the sink of the softmax, if it has one (policy/softmax.py), which stays,
 a what a gate multiplies the output by where a model has one (Qwen3-Next; else 1), and
 W_g the head's part of the output projection.
 
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_h2o.policy.softmax import attention_of
+from vllm_h2o.policy.softmax import attention_and_sink
 
 GRID_SHARES = (
     0.00625, 0.0125, 0.025, 0.0375, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8,
@@ -53,6 +54,7 @@ def head_errors(
     grid: Sequence[int],
     note: Callable[[torch.Tensor], None] | None = None,
     gate: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The errors of every KV head of one layer on one text.
 
@@ -69,6 +71,8 @@ def head_errors(
             ones, `[group, queries, n]`, for one KV head after the other.
         gate: `[OBSERVED, num_heads, head_size_v]` float32, what the outputs of the
             observed queries are multiplied by; None: nothing.
+        sink_logits: `[num_heads]` float32 of the sinks (`policy.softmax`), which take
+            of what is left as they do of all; None: there are none.
 
     Returns:
         `[num_kv_heads, len(grid), OBSERVED]` float32.
@@ -77,19 +81,22 @@ def head_errors(
     errors = []
     # A KV head at a time bounds the memory.
     for head in range(key.shape[1]):
-        own = query[:, head * group : (head + 1) * group]
-        scored, observed = _probabilities(own, key[:, head], scale, softcap)
+        heads = slice(head * group, (head + 1) * group)
+        sink = None if sink_logits is None else sink_logits[heads]
+        scored, observed, of_sink = _probabilities(
+            query[:, heads], key[:, head], scale, softcap, sink
+        )
         if note is not None:
             note(scored)
         full = observed @ value[:, head]
         for kept in _kept(scored, grid):
             part = observed[..., kept]
             # Of a head that looks at one token alone, others get nothing in float32.
-            seen = part.sum(dim=-1, keepdim=True).clamp(min=_LEAST_SEEN)
-            output = (part / seen) @ value[kept, head]
+            seen = part.sum(dim=-1, keepdim=True) + of_sink
+            output = (part / seen.clamp(min=_LEAST_SEEN)) @ value[kept, head]
             change = (output - full).transpose(0, 1)
             if gate is not None:
-                change = change * gate[:, head * group : (head + 1) * group]
+                change = change * gate[:, heads]
             change = change.flatten(1)
             errors.append(((change @ gram[head]) * change).sum(dim=-1))
     shape = (key.shape[1], len(grid), OBSERVED)
@@ -97,24 +104,34 @@ def head_errors(
 
 
 def _probabilities(
-    query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sink: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of the scoring and of the observed queries.
 
     Args:
         query: `[n, group, head_size]`.
         key: `[n, head_size]`.
+        sink: `[group]` logits, or None.
 
     Returns:
-        `[group, (n - OBSERVED) / STRIDE, n]` and `[group, OBSERVED, n]`.
+        `[group, (n - OBSERVED) / STRIDE, n]` and `[group, OBSERVED, n]`; what of the
+        latter's the sink takes, `[group, OBSERVED, 1]`, or 0.
     """
     n = len(key)
     positions = torch.arange(n, device=key.device)
     rows = torch.cat([positions[: n - OBSERVED : STRIDE], positions[n - OBSERVED :]])
     logits = query[rows].transpose(0, 1) @ key.T * scale
     hidden = positions > rows[:, None]
-    probabilities = attention_of(logits, hidden, softcap=softcap)
-    return probabilities[:, :-OBSERVED], probabilities[:, -OBSERVED:]
+    sink = None if sink is None else sink[:, None]
+    probabilities, of_sink = attention_and_sink(
+        logits, hidden, softcap=softcap, sink=sink
+    )
+    scored, observed = probabilities.split([len(rows) - OBSERVED, OBSERVED], dim=1)
+    return scored, observed, of_sink if sink is None else of_sink[:, -OBSERVED:]
 
 
 def _kept(scored: torch.Tensor, grid: Sequence[int]) -> list[torch.Tensor]:

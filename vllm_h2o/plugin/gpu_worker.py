@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
@@ -89,6 +89,7 @@ def stock_backend(vllm_config: VllmConfig) -> AttentionBackendEnum:
         kv_cache_dtype=cache.cache_dtype,
         block_size=cache.block_size if cache.user_specified_block_size else None,
         use_mm_prefix=model.is_mm_prefix_lm,
+        has_sink=_has_sinks(model.hf_text_config),
         use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
     )
     try:
@@ -101,6 +102,21 @@ def stock_backend(vllm_config: VllmConfig) -> AttentionBackendEnum:
         return AttentionBackendEnum.FLASH_ATTN
     logger.info_once("FlashAttention is out: %s", "; ".join(reasons))
     return AttentionBackendEnum.TRITON_ATTN
+
+
+def _has_sinks(text_config: Any) -> bool:
+    """Whether layers of a model have sinks in their softmax (policy/softmax.py).
+
+    As vLLM's models decide it: layers show it when they are made, which is too late for
+    the choice between backends.
+    """
+    kind = text_config.model_type
+    if kind == "laguna":
+        return getattr(text_config, "swa_attention_sink_enabled", False)
+    if kind.startswith("granite") and kind != "granitemoehybrid":
+        has_kinds = getattr(text_config, "layer_types", None) is not None
+        return getattr(text_config, "attention_sinks", has_kinds)
+    return kind == "gpt_oss"
 
 
 def most_blocks(specs: dict[str, KVCacheSpec], num_bytes: int) -> int:

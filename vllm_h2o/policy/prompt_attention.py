@@ -19,10 +19,12 @@ def tiles(
     *,
     scale: float,
     softcap: float = 0.0,
+    sink_logits: torch.Tensor | None = None,
 ) -> Iterator[torch.Tensor]:
     """The attention that queries put on the tokens up to their own.
 
-        A[h,q,t] = softmax over t <= q of scale * query[q,h] . keys[h's KV head,t]
+        A[h,q,t] = softmax over t <= q of scale * query[q,h] . keys[h's KV head,t],
+                   beside the sink of h
 
     Args:
         query: `[m, num_heads, head_size]`, queries at positions
@@ -32,6 +34,7 @@ def tiles(
         first_position: Position of `query[0]`.
         scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
+        sink_logits: `[num_heads]` float32; None: there are no sinks.
 
     Yields:
         `[num_kv_heads, group, queries, visible]` float32, of the next queries; what
@@ -40,6 +43,7 @@ def tiles(
     num_queries, _, head_size = query.shape
     grouped = query.float().view(num_queries, len(keys), -1, head_size) * scale
     keys = keys.float()
+    sink = None if sink_logits is None else sink_logits.view(len(keys), -1, 1)
     for start in range(0, num_queries, _QUERY_TILE):
         stop = min(start + _QUERY_TILE, num_queries)
         visible = first_position + stop
@@ -48,4 +52,4 @@ def tiles(
         logits = (tile @ keys[:, :, :visible]).unflatten(1, (-1, stop - start))
         positions = torch.arange(visible, device=query.device)
         hidden = positions > positions[first_position + start :, None]
-        yield attention_of(logits, hidden, softcap=softcap)
+        yield attention_of(logits, hidden, softcap=softcap, sink=sink)

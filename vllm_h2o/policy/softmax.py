@@ -28,11 +28,23 @@ def attention_of(
     Returns:
         `[..., n]` float32, 0 where it is hidden.
     """
+    return attention_and_sink(logits, hidden, softcap=softcap, sink=sink)[0]
+
+
+def attention_and_sink(
+    logits: torch.Tensor,
+    hidden: torch.Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `attention_of`, with what the sink takes: `[..., 1]`, or 0 without one."""
     if softcap > 0.0:
         logits = softcap * torch.tanh(logits / softcap)
     if hidden is not None:
         logits = logits.masked_fill_(hidden, float("-inf"))
     if sink is None:
-        return logits.softmax(dim=-1)
+        return logits.softmax(dim=-1), logits.new_zeros(())
     with_sink = torch.cat([logits, sink.expand(logits.shape[:-1])[..., None]], dim=-1)
-    return with_sink.softmax(dim=-1)[..., :-1]
+    attention = with_sink.softmax(dim=-1)
+    return attention[..., :-1], attention[..., -1:]

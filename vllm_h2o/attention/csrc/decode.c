@@ -57,6 +57,7 @@ typedef struct {
     const int64_t *head_offsets;  /* [.][num_kv_heads][head_blocks] see h2o_slots */
     const int32_t *head_columns;  /* [.][num_kv_heads][head_blocks] */
     const int64_t *head_order;    /* [.][num_kv_heads] the largest budget first */
+    const float *sink_logits;     /* [num_heads]; NULL: there are no sinks */
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_size;
     int64_t query_stride, key_stride, value_stride, output_stride;
     int64_t block_table_stride, page_stride, page_bytes, state_offset;
@@ -88,6 +89,7 @@ typedef struct {
     const int32_t *blocks; /* block of position p: [p / block_size] */
     float *attention;         /* [num_kv_heads][>= first_position + num_queries] */
     void *output;          /* like query; NULL: not asked for */
+    const float *sink_logits; /* [num_heads]; NULL: there are no sinks */
     int64_t num_queries, num_heads, num_kv_heads, head_size, block_size;
     int64_t query_stride, output_stride, attention_stride, page_stride;
     int64_t first_position, first_scoring, num_threads;
@@ -302,13 +304,14 @@ static inline float h2o_exps(float *restrict x, int64_t count, float highest) {
     return sum;
 }
 
-/* logits[0..visible) -> x with softmax = returned value * x; then zeros up to
- * `length`. */
-static inline float h2o_softmax(float *restrict logits, int64_t visible,
-                                int64_t length, float softcap) {
+/* logits[0..visible) -> x with softmax = returned value * x, beside the logit of a sink
+ * (NULL: there is none); then zeros up to `length`. */
+static inline float h2o_softmax(float *restrict logits, int64_t visible, int64_t length,
+                                float softcap, const float *sink) {
     if (softcap > 0.0f) h2o_softcap(logits, visible, softcap);
-    const float highest = h2o_highest(logits, visible, -FLT_MAX);
-    const float sum = h2o_exps(logits, visible, highest);
+    const float highest = h2o_highest(logits, visible, sink ? *sink : -FLT_MAX);
+    float sum = h2o_exps(logits, visible, highest);
+    if (sink) sum += h2o_exp(*sink - highest);
     for (int64_t i = visible; i < length; ++i) logits[i] = 0.0f;
     return 1.0f / sum;
 }

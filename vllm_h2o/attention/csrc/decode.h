@@ -18,7 +18,8 @@
  *   graduate  : if place(p) >= budget, the token in slot(p) replaces the heavy slot of
  *               lowest score (ties: oldest) if its score is strictly higher
  *   write     : K, V of the new token -> slot(p), attention 0, birth p
- *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), out[h] = sum_s A V[s]
+ *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), beside the logit of h's sink,
+ *               out[h] = sum_s A V[s]
  *   observe   : attention[s] = attention[s] * decay + sum_{h in g} A[h,s]
  * A row with p < first_query leaves all attention alone: others may share its pages.
  * Rounded keys and values (SCALED) are steps of a scale that their token has
@@ -448,8 +449,8 @@ static inline void FN(write_output)(const float *restrict out, const float *inve
 
 static inline __attribute__((always_inline)) void FN(attend)(
     const h2o_decode_args *a, const h2o_slots *r, float decay, const int64_t *list,
-    int64_t num_pages, const ELEM *query, ELEM *output, float *scratch,
-    const int group, const int losses, h2o_lost *lost) {
+    int64_t num_pages, const ELEM *query, ELEM *output, const float *sinks,
+    float *scratch, const int group, const int losses, h2o_lost *lost) {
     const int64_t bs = a->block_size, hs = a->head_size, stride = r->budget;
     const int rows = group + losses;
     float *probs = scratch; /* [rows][budget] */
@@ -458,6 +459,10 @@ static inline __attribute__((always_inline)) void FN(attend)(
     float *out = q + rows * hs;
     float sums[H2O_GROUP] = {0};
     for (int g = 0; g < H2O_GROUP; ++g) marks[g - H2O_GROUP] = -FLT_MAX;
+    for (int g = 0; sinks && g < group; ++g) { /* as if a token had come before */
+        marks[g - H2O_GROUP] = sinks[g];
+        sums[g] = 1.0f;
+    }
     for (int64_t i = 0; i < group * hs; ++i) {
         q[i] = TO_F32(query[i]) * a->scale;
         out[i] = 0.0f;
@@ -479,12 +484,14 @@ static inline __attribute__((always_inline)) void FN(attend)(
 }
 
 #define ATTEND(group, losses, lost) \
-    FN(attend)(a, r, decay, list, num_pages, query, output, scratch, group, losses, lost)
+    FN(attend)(a, r, decay, list, num_pages, query, output, sinks, scratch, group, \
+               losses, lost)
 
 /* The first `left` query heads, up to H2O_GROUP. */
 static void FN(attend_alone)(const h2o_decode_args *a, const h2o_slots *r, float decay,
                              const int64_t *list, int64_t num_pages, const ELEM *query,
-                             ELEM *output, float *scratch, int64_t left) {
+                             ELEM *output, const float *sinks, float *scratch,
+                             int64_t left) {
     switch (left) {
         case 1: ATTEND(1, 0, NULL); break;
         case 2: ATTEND(2, 0, NULL); break;
@@ -496,8 +503,8 @@ static void FN(attend_alone)(const h2o_decode_args *a, const h2o_slots *r, float
 /* The same, and the kept key that is nearest to what was lost. */
 static void FN(attend_merging)(const h2o_decode_args *a, const h2o_slots *r, float decay,
                                const int64_t *list, int64_t num_pages,
-                               const ELEM *query, ELEM *output, float *scratch,
-                               int64_t left, h2o_lost *lost) {
+                               const ELEM *query, ELEM *output, const float *sinks,
+                               float *scratch, int64_t left, h2o_lost *lost) {
     switch (left) {
         case 1: ATTEND(1, 1, lost); break;
         case 2: ATTEND(2, 1, lost); break;
@@ -552,10 +559,12 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
     for (int64_t g = 0; g < group; g += H2O_GROUP) {
         const ELEM *q = query + g * hs;
         ELEM *o = output + g * hs;
+        const float *z = a->sink_logits ? a->sink_logits + head * group + g : NULL;
         if (merging && g == 0)
-            FN(attend_merging)(a, r, decay, list, num_pages, q, o, scratch, group, &lost);
+            FN(attend_merging)(a, r, decay, list, num_pages, q, o, z, scratch, group,
+                               &lost);
         else
-            FN(attend_alone)(a, r, decay, list, num_pages, q, o, scratch, group - g);
+            FN(attend_alone)(a, r, decay, list, num_pages, q, o, z, scratch, group - g);
         decay = 1.0f; /* old attention decays once per query, not per group */
     }
     if (merging) FN(merge)(a, FN(page_of)(a, r, 0), &lost);

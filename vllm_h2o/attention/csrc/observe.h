@@ -6,7 +6,8 @@
  *
  * Formula, per KV head g with its query heads h and the queries at positions
  * first_position + q, 0 <= q < m:
- *   A[h,q,t]    = softmax over t <= first_position + q of scale * q[q,h] . K[t]
+ *   A[h,q,t]    = softmax over t <= first_position + q of scale * q[q,h] . K[t], beside
+ *                 the sink of h
  *   attention[g,t] += sum_{q >= first_scoring} decay^(m-1-q) sum_{h in g} A[h,q,t]
  *   output[q,h]  = sum_t A[h,q,t] V[t]
  *
@@ -122,9 +123,11 @@ static void FN(observe_tile)(const TILE *t, float *sums) {
     FN(pack_queries)(t);
     FN(dot_pages)(t);
     for (int64_t r = 0; r < t->num_rows; ++r) {
-        const int64_t q = (t->first_row + r) / group;
-        t->inverse[r] = h2o_softmax(t->logits + r * t->stride,
-                                    a->first_position + q + 1, t->visible, a->softcap);
+        const int64_t row = t->first_row + r, head = t->head * group + row % group;
+        const float *sink = a->sink_logits ? a->sink_logits + head : NULL;
+        t->inverse[r] =
+            h2o_softmax(t->logits + r * t->stride,
+                        a->first_position + row / group + 1, t->visible, a->softcap, sink);
     }
     if (a->output) FN(attend_tile)(t);
     FN(score_tile)(t, sums);

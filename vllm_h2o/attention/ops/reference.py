@@ -292,8 +292,10 @@ def observe(
     """See `Kernels.observe`."""
     end = first_position + len(query)
     keys = pages.keys[dense_blocks.long()].permute(1, 2, 0, 3).flatten(2)
-    capped = {"scale": params.scale, "softcap": params.softcap}
-    for probs in tiles(query, keys[:, :, :end], first_position, **capped):
+    for probs in tiles(
+        query, keys[:, :, :end], first_position,
+        scale=params.scale, softcap=params.softcap, sink_logits=params.sink_logits,
+    ):  # fmt: skip
         visible = probs.shape[-1]
         seen = {name: mine[:, :visible] for name, mine in state.items()}
         params.method.observe_prompt(seen, probs)
@@ -320,7 +322,10 @@ def attend_observed(
     queries = query.float().unflatten(1, (-1, group))
     logits = torch.einsum("qghd,gtd->ghqt", queries, keys) * params.scale
     unseen = torch.ones(len(query), end, dtype=torch.bool).triu(first_position + 1)
-    probs = attention_of(logits, unseen, softcap=params.softcap)
+    sink = params.sink_logits
+    if sink is not None:
+        sink = sink.view(-1, group, 1)
+    probs = attention_of(logits, unseen, softcap=params.softcap, sink=sink)
     attended = torch.einsum("ghqt,gtd->qghd", probs, values)
     output.copy_(attended.flatten(1, 2))
 
@@ -521,7 +526,10 @@ class _Resident:
                 query.float(), keys, slots // self.layout.block_size,
                 self.always_read(slots), params.read,
             )  # fmt: skip
-        probs = attention_of(logits, unread, softcap=params.softcap)
+        sink = params.sink_logits
+        if sink is not None:
+            sink = sink.view(-1, len(query))[self.head]
+        probs = attention_of(logits, unread, softcap=params.softcap, sink=sink)
         if self.scores_now:
             state = self.state(slots)
             params.method.observe(state, probs[:, None])

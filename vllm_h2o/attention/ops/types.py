@@ -70,6 +70,8 @@ class DecodeParams:
         gate: What prompts are scored by in place of their queries, if anything.
         kernels: The operations of the layer's device; None: for them alone.
         placements: How requests split their slots, None where all heads have the same.
+        sink_logits: `[num_heads]`, float32 on CPU: of each query head's sink, see
+            `policy.softmax`; None: there are none.
     """
 
     layout: SlotLayout
@@ -77,6 +79,7 @@ class DecodeParams:
     softcap: float
     method: Method
     placements: LayerPlacements | None = None
+    sink_logits: torch.Tensor | None = None
     read: float = 1.0
     merge: bool = False
     group: int = 1

@@ -36,7 +36,7 @@ class DecodeArgs(ctypes.Structure):
     _fields_ = _fields(
         "query key value output cache block_table positions first_queries placements "
         "grown_at "
-        "head_sizes head_offsets head_columns head_order",
+        "head_sizes head_offsets head_columns head_order sink_logits",
         "num_rows num_heads num_kv_heads head_size block_size "
         "query_stride key_stride value_stride output_stride "
         "block_table_stride page_stride page_bytes state_offset "
@@ -63,7 +63,7 @@ class ObserveArgs(ctypes.Structure):
     """Mirror of `h2o_observe_args` in decode.c."""
 
     _fields_ = _fields(
-        "query cache blocks attention output",
+        "query cache blocks attention output sink_logits",
         "num_queries num_heads num_kv_heads head_size block_size "
         "query_stride output_stride attention_stride page_stride "
         "first_position first_scoring num_threads",
@@ -140,6 +140,9 @@ def _make_slot_args(pages: Pages, params: DecodeParams) -> DecodeArgs:
         state = state_bytes(num_kv_heads, block_size, num_fields, floats)
         needed = pages.state_offset + state
         assert pages.page_bytes >= needed, "a page is too small"
+    if (sinks := params.sink_logits) is not None:
+        assert sinks.dtype == torch.float32 and sinks.is_contiguous()
+        args.sink_logits = sinks.data_ptr()
     if own is not None:
         assert not layout.whole_blocks
         args.head_sizes = own.sizes.data_ptr()

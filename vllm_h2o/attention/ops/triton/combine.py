@@ -26,7 +26,7 @@ def combine_kernel(
     key_scales, value_scales,
     table, table_stride, sizes, lists, positions, first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
-    losers, leaving_attention,
+    losers, leaving_attention, sink_logits,
     score_decay, max_splits, least_split, split_slots, tile,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
@@ -36,13 +36,14 @@ def combine_kernel(
 ):  # fmt: skip
     """Finish the decode step of one row and KV head.
 
-        M[h] = max_i m_i[h],  L[h] = sum_i l_i[h] exp(m_i[h] - M[h])
+        M[h] = max(max_i m_i[h], sink[h])
+        L[h] = sum_i l_i[h] exp(m_i[h] - M[h]) + exp(sink[h] - M[h])
         out[h]   = sum_i o_i[h] exp(m_i[h] - M[h]) / L[h]
         attention[s] = attention[s] * score_decay + sum_h exp(z[h,s] - M[h]) / L[h]
 
-    with `attention[s]` taken after graduation and write: the graduate's in the slot
-    it won, 0 in the new token's. Before its first query a row scores nothing: its
-    pages may be others' too.
+    (without the sink where there is none) and `attention[s]` taken after graduation and
+    write: the graduate's in the slot it won, 0 in the new token's. Before its first
+    query a row scores nothing: its pages may be others' too.
 
     Grid `(num_rows, num_kv_heads, max(GROUP, attention tiles))`: program i of a KV
     head merges its query head i, updates the attention of its tile i of BLOCK_T
@@ -83,7 +84,8 @@ def combine_kernel(
     if part < GROUP:
         merge_head(
             out, partial_outputs, partial_maxima, partial_sums,
-            first_partial + part, num_splits, GROUP, HEAD_SIZE, BLOCK_P, BLOCK_D,
+            first_partial + part, sink_logits, head * GROUP + part, num_splits,
+            GROUP, HEAD_SIZE, BLOCK_P, BLOCK_D,
         )  # fmt: skip
     scores_now = position >= tl.load(first_queries + row).to(tl.int32)
     if SCORED:  # noqa: SIM102  one is known when it is compiled
@@ -93,7 +95,7 @@ def combine_kernel(
             update_scores(
                 attention, state_strides, state, logits + first * GROUP,
                 partial_maxima + first_partial, partial_sums + first_partial,
-                losers + item, leaving_attention + item, score_decay,
+                losers + item, leaving_attention + item, sink_logits, score_decay,
                 part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, place,
                 slot, budget, length, GROUP, BLOCK_SIZE, UNIT, COMPETES,
                 BLOCK_G, BLOCK_P,
@@ -121,7 +123,8 @@ def combine_kernel(
 
 @triton.jit
 def merge_head(
-    out, partial_outputs, partial_maxima, partial_sums, first, num_splits,
+    out, partial_outputs, partial_maxima, partial_sums, first, sink_logits,
+    query_head, num_splits,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -130,22 +133,28 @@ def merge_head(
     exists, in_head = split < num_splits, d < HEAD_SIZE
     at = first + split * GROUP
     maxima = tl.load(partial_maxima + at, mask=exists, other=float("-inf"))
-    weight = tl.exp(maxima - tl.max(maxima, axis=0))
+    maximum, of_sink = tl.max(maxima, axis=0), 0.0
+    if sink_logits is not None:
+        sink = tl.load(sink_logits + query_head).to(tl.float32)
+        maximum = tl.maximum(maximum, sink)
+        of_sink = tl.exp(sink - maximum)
+    weight = tl.exp(maxima - maximum)
     sums = tl.load(partial_sums + at, mask=exists, other=0.0)
     parts = tl.load(
         partial_outputs + at[:, None] * HEAD_SIZE + d[None, :],
         mask=exists[:, None] & in_head[None, :],
         other=0.0,
     )
-    merged = tl.sum(parts * weight[:, None], axis=0) / tl.sum(sums * weight, axis=0)
+    total = tl.sum(sums * weight, axis=0) + of_sink
+    merged = tl.sum(parts * weight[:, None], axis=0) / total
     tl.store(out + d, merged.to(out.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
 def update_scores(
     attention, state_strides, state, logits, partial_maxima, partial_sums,
-    loser, leaving_attention, score_decay, slots, num_splits, head, place, slot,
-    budget, length, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    loser, leaving_attention, sink_logits, score_decay, slots, num_splits, head, place,
+    slot, budget, length, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     UNIT: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +169,13 @@ def update_scores(
     maxima = tl.load(partial_maxima + at, mask=exists, other=-1.0e38)
     sums = tl.load(partial_sums + at, mask=exists, other=0.0)
     maximum = tl.max(maxima, axis=1)
+    if sink_logits is not None:
+        mine = sink_logits + head * GROUP + g
+        sink = tl.load(mine, mask=in_group, other=0.0).to(tl.float32)
+        maximum = tl.maximum(maximum, sink)
     total = tl.sum(sums * tl.exp(maxima - maximum[:, None]), axis=1)
+    if sink_logits is not None:
+        total += tl.exp(sink - maximum)
 
     held = is_occupied(slots, place, slot, budget, UNIT)
     z = tl.load(

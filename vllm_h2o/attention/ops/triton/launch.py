@@ -251,7 +251,7 @@ def decode_resident(
     programs = max(group, tiles)
     combine_kernel[(num_rows, num_kv_heads, programs)](
         output=output, output_strides=output.stride()[:2],
-        score_decay=params.score_decay, BLOCK_T=tile,
+        sink_logits=params.sink_logits, score_decay=params.score_decay, BLOCK_T=tile,
         BLOCK_P=triton.next_power_of_2(shapes["max_splits"]),
         num_warps=4, **shared,
     )  # fmt: skip

@@ -168,8 +168,8 @@ def observe(
         state: As there.
         params: As there.
         lse: `[num_heads, m]` float32 log-sum-exp (natural) of each query's
-            logits over all it sees, as flash attention returns it; None
-            computes it.
+            logits over all it sees but a sink, as flash attention returns it where
+            there is none; None computes it.
     """
     num_queries, num_heads, head_size = query.shape
     _, num_kv_heads, _, block_size = pages.keys.shape
@@ -198,6 +198,8 @@ def observe(
     if lse is None:
         lse = _log_sum_exp(shared, num_heads, num_tokens)
     assert lse.shape == (num_heads, num_queries) and lse.is_contiguous()
+    if params.sink_logits is not None:
+        lse = torch.logaddexp(lse, params.sink_logits.float()[:, None])
     weights = lse
     if score_decay != 1.0:
         age = torch.arange(num_queries - 1, -1, -1, device=query.device)
