@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 import vllm
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
@@ -754,7 +753,6 @@ def test_budget_that_leaves_no_room_is_refused(model_of, options, parts):
     "feature, options",
     [
         ("ALiBi", {"alibi_slopes": [0.5, 0.25]}),
-        ("attention sinks", {"sinks": torch.zeros(2)}),
         ("KV sharing", {"kv_sharing_target_layer_name": "layers.0"}),
     ],
 )
