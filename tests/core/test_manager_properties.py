@@ -220,10 +220,11 @@ def test_hits_beside_a_state_are_those_without(window, expected):
     driver.assert_pool_whole()
 
 
+@pytest.mark.parametrize("beside", ["", "align"])
 @pytest.mark.parametrize("prompt, expected", [(161, 160), (160, 144)])
-def test_prefix_hits_are_stocks_where_no_query_scores(prompt, expected):
-    """All but the last token, which gives the first of the answer."""
-    driver = Driver(64, chunk=200, policy="gate")
+def test_prefix_hits_are_stocks_where_no_query_scores(prompt, expected, beside):
+    """All but the last token, which gives the first of the answer; of a state too."""
+    driver = Driver(64, chunk=200, policy="gate", beside=beside)
     tokens = list(range(100, 100 + prompt))
     for computed in (0, expected, expected):
         name = driver.add(tokens, 40)

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from tests.core.helpers import config_of, spec_of
+from vllm_h2o.core.compat import kv_cache_config
 from vllm_h2o.core.manager import H2OManager
-from vllm_h2o.core.spec import H2OAttentionSpec, register
+from vllm_h2o.core.spec import H2OAttentionSpec, register, with_equal_pages
 from vllm_h2o.policy.config import H2OConfig
 
 PLAIN = FullAttentionSpec(
@@ -156,3 +157,38 @@ def test_int8_blocks_hold_more_slots_than_tokens(dtype):
     # vLLM may make pages longer: they hold as many slots then.
     padded = replace(spec, page_size_padded=2 * spec.page_size_bytes)
     assert padded.block_slots == spec.block_slots
+
+
+def as_vllm_has_them(specs):
+    """The specs of layers once vLLM has made all pages as large."""
+    config = copy.deepcopy(config_of(20, 64, 48))
+    config.cache_config.kv_cache_layout = "LBHNC"
+    groups = kv_cache_config(config, specs, 2**40).kv_cache_groups
+    return {name: group.kv_cache_spec for group in groups for name in group.layer_names}
+
+
+@pytest.mark.parametrize("full_is_smaller", [True, False])
+def test_pages_of_layers_of_other_shapes_are_as_full(full_is_smaller):
+    """As in stock vLLM, but for the state of slots."""
+    large = {"num_kv_heads": 4, "head_size": 32}
+    small = {"num_kv_heads": 1, "head_size": 64}
+    full, window = (small, large) if full_is_smaller else (large, small)
+    common = {"block_size": 128, "dtype": torch.float32}
+    plain = FullAttentionSpec(**full, **common)
+    windowed = SlidingWindowSpec(**window, **common, sliding_window=512)
+    ours = H2OAttentionSpec.of(plain, H2OConfig(budget=100), 4096)
+    stock = as_vllm_has_them({"full": plain, "window": windowed})
+    unified = as_vllm_has_them(with_equal_pages({"full": ours, "window": windowed}))
+    for name, spec in stock.items():
+        assert unified[name].block_size == spec.block_size
+        assert spec.page_size_bytes == 2**17
+    (page,) = {spec.page_size_bytes for spec in unified.values()}
+    assert page == unified["full"].page_size_bytes <= 1.04 * 2**17
+    assert unified["full"].layout.block_size == unified["full"].block_slots
+    # Of one shape they are as they were.
+    alike = {"full": ours, "window": replace(windowed, **full)}
+    assert with_equal_pages(alike) == alike
+    assert with_equal_pages({"window": windowed}) == {"window": windowed}
+    # Nor where those that are compressed differ, which is refused.
+    both = {"full": ours, "other": replace(ours, num_kv_heads=2 * ours.num_kv_heads)}
+    assert with_equal_pages(both) == both

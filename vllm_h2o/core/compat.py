@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 RELEASES = ("0.32.0", "0.33.0")
 """The releases of vLLM that the tests run with."""
@@ -50,6 +51,29 @@ def end_with_error(scheduler: Any, request_id: str, message: str) -> None:
         failing[request_id] = RequestError(code="validation_error", message=message)
     else:
         failing.add(request_id)
+
+
+def kv_cache_config(
+    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_bytes: int
+) -> KVCacheConfig:
+    """Plan the KV cache of a worker, as the engine core does.
+
+    From 0.33 on this is in a module of its own, and is told the groups of layers.
+
+    Args:
+        vllm_config: The engine's.
+        specs: Of the worker's layers, by name.
+        num_bytes: Of memory for it.
+    """
+    given = vllm_config, [specs]
+    try:
+        from vllm.v1.core import kv_cache_planning as planning  # type: ignore[attr-defined]
+    except ImportError:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        return get_kv_cache_configs(*given, [num_bytes])[0]
+    groups = planning.get_global_kv_cache_groups(*given)
+    return planning.get_kv_cache_configs(*given, [num_bytes], groups)[0]
 
 
 def settle_block_size(vllm_config: VllmConfig) -> None:

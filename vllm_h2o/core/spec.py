@@ -9,7 +9,7 @@ Block table row of a request (columns):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
@@ -23,6 +23,7 @@ from vllm_h2o.policy.request import RequestLimits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +188,29 @@ class H2OAttentionSpec(FullAttentionSpec):
                 )
             assert spec == merged
         return merged
+
+
+def with_equal_pages(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Lengthen blocks until keys and values fill as much of a page in every layer.
+
+    All layers' pages are equally large. Where one kind's are a multiple of another's,
+    vLLM lengthens the latter's blocks; with the state of slots ours never are, and the
+    shorter ones would be half empty (Gemma 4). Layers that H2O compresses are alike, or
+    vLLM puts them into a spec of its own, which is refused.
+    """
+    if len({x for x in specs.values() if isinstance(x, H2OAttentionSpec)}) != 1:
+        return specs
+    sizes = {
+        name: spec.unpadded_page_size_bytes
+        for name, spec in specs.items()
+        if isinstance(spec, AttentionSpec)
+    }
+    largest, equal = max(sizes.values()), dict(specs)
+    for name, size in sizes.items():
+        if largest % size == 0 and largest > size:
+            block_size = largest // size * specs[name].block_size
+            equal[name] = replace(specs[name], block_size=block_size)
+    return equal
 
 
 def register() -> None:

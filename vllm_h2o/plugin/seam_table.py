@@ -172,6 +172,40 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     ),
     "v1.kv_cache_interface:KVCacheConfig.num_blocks": ("is int",),
     "v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("class (AttentionSpec)",),
+    "v1.kv_cache_interface:SlidingWindowSpec": ("class (AttentionSpec)",),
+    "v1.core.kv_cache_utils:get_kv_cache_configs": (
+        "(vllm_config, kv_cache_specs, available_memory)",
+        None,
+    ),
+    "v1.core.kv_cache_planning:get_kv_cache_configs": (
+        None,
+        "(vllm_config, kv_cache_specs, available_memory, global_kv_cache_groups)",
+    ),
+    "v1.core.kv_cache_planning:get_global_kv_cache_groups": (
+        None,
+        "(vllm_config, kv_cache_specs)",
+    ),
+    "v1.worker.gpu.attn_utils:get_kv_cache_spec": ("(vllm_config)",),
+    "v1.attention.backends.utils:get_supported_kv_cache_layouts": ("(backends)",),
+    "v1.attention.backends.utils:resolve_kv_cache_layout": (
+        "(vllm_config, supported_layouts, kv_cache_specs=)",
+    ),
+    "distributed.kv_transfer.kv_connector.utils:get_current_attn_backends": (
+        "(vllm_config, layer_names=)",
+    ),
+    "distributed.parallel_state:init_distributed_environment": (
+        "(world_size=, rank=, distributed_init_method=, local_rank=, backend=, timeout=)",
+    ),
+    "distributed.parallel_state:ensure_model_parallel_initialized": (
+        "(tensor_model_parallel_size, pipeline_model_parallel_size, prefill_context_model_parallel_size=, decode_context_model_parallel_size=, backend=)",
+    ),
+    "distributed.parallel_state:destroy_model_parallel": ("()",),
+    "distributed.parallel_state:destroy_distributed_environment": ("()",),
+    "model_executor.model_loader.utils:initialize_model": (
+        "(vllm_config, *, prefix=, model_class=, model_config=)",
+    ),
+    "utils.torch_utils:set_default_torch_dtype": ("(dtype)",),
+    "usage.usage_lib:UsageContext.OPENAI_API_SERVER": ("",),
     "v1.kv_cache_interface:MambaSpec": ("class (KVCacheSpec)",),
     "v1.kv_cache_interface:MambaSpec.max_memory_usage_bytes": ("(self, vllm_config)",),
     "v1.kv_cache_interface:MambaSpec.page_size_bytes": ("(self)",),

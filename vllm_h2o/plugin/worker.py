@@ -26,7 +26,7 @@ from vllm_h2o.calibration.resolve import Resolved, gates_of, resolve
 from vllm_h2o.core.compat import settle_block_size
 from vllm_h2o.core.metrics import attach_seconds
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
-from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.core.spec import H2OAttentionSpec, with_equal_pages
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.plugin.rpc import H2OCalls
 from vllm_h2o.plugin.runner import attention_groups, follow
@@ -118,7 +118,7 @@ class H2OWorker(H2OCalls, _Stock):
     def _specs(self) -> dict[str, KVCacheSpec]:
         """The specs as the backend makes them, by the options."""
         with set_current_vllm_config(self.vllm_config):
-            return super().get_kv_cache_spec()
+            return with_equal_pages(super().get_kv_cache_spec())
 
     def shutdown(self) -> None:
         """Let go of the KV cache, also where what a step has left points into it."""
