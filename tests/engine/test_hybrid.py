@@ -145,23 +145,17 @@ def lfm2(tmp_path_factory):
     return save_lfm2(tmp_path_factory.mktemp("lfm2"))
 
 
-@pytest.mark.slow
-def test_beside_states_a_budget_that_never_binds_gives_stock_tokens(lfm2):
-    """And stock's hits: a state is kept where the prompt's last whole block ends."""
-    probe = {"worker_extension_cls": "tests.engine.inert_probe.InertProbe"}
-    with engine(lfm2, **probe, **STATES) as llm:
-        expected = [run(llm), run(llm)]
-    with engine(lfm2, kv_policy="h2o", h2o_budget=1024, **STATES) as llm:
-        llm.collective_rpc("probe_poison")
-        assert [run(llm), run(llm)] == expected
-    assert expected[1][1] == [(n - 1) // 32 * 32 for n in LENGTHS]
-
-
 @pytest.mark.parametrize(
     ("save", "options", "block"),
     [
         (save_qwen3_next, {"dtype": "bfloat16"}, 288),
         (save_gpt_oss, {"block_size": 128}, 128),
+        pytest.param(
+            save_lfm2,
+            {"compilation_config": ROTATES_ALL_HEADS},
+            32,
+            marks=pytest.mark.slow,
+        ),
         # What vLLM lacks on CPU is Mamba2 with a prefix cache.
         pytest.param(
             save_granite4,
@@ -196,7 +190,7 @@ def test_other_hybrids_have_stock_tokens_and_are_compressed(
         survivors = llm.collective_rpc("probe_survivors")[0]
         held = {
             len(head)
-            for _, *layers in survivors.values()
+            for layers in survivors.values()
             for heads in layers
             for head in heads
         }

@@ -29,6 +29,8 @@ _COMMON = {
 ROTATES_ALL_HEADS = {"custom_ops": ["-rotary_embedding"]}
 """vLLM's `compilation_config` for LFM2 on CPU: its kernel takes queries that come by
 head (`[n, heads, head_size]`) for those of one head, and rotates other tokens'."""
+_OF_WIDTH = {name: value for name, value in _COMMON.items() if name != "head_dim"}
+"""For models whose heads share out the width."""
 
 
 def save_llama(folder: Path, **options: Any) -> Path:
@@ -44,8 +46,7 @@ def save_phi3(folder: Path) -> Path:
     from transformers import Phi3Config, Phi3ForCausalLM
 
     config = Phi3Config(
-        **{name: value for name, value in _COMMON.items() if name != "head_dim"}
-        | {"hidden_size": 256, "num_hidden_layers": 2, "pad_token_id": 0},
+        **_OF_WIDTH | {"hidden_size": 256, "num_hidden_layers": 2, "pad_token_id": 0},
         sliding_window=262144,
     )
     return _save(Phi3ForCausalLM, config, folder)
@@ -107,8 +108,7 @@ def save_granite_swa(folder: Path, **options: Any) -> Path:
     """A GraniteSWA, all of whose layers see everything: its softmax has sinks."""
     from transformers import GraniteSWAConfig, GraniteSWAForCausalLM
 
-    settings = {name: value for name, value in _COMMON.items() if name != "head_dim"}
-    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = _OF_WIDTH | {"num_attention_heads": 4, "num_key_value_heads": 2}
     layers = options.pop("num_hidden_layers", 4)
     config = GraniteSWAConfig(
         **settings | options,
@@ -135,7 +135,7 @@ def save_gpt_oss(folder: Path) -> Path:
 
 
 _BESIDE_STATES = {
-    **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+    **_OF_WIDTH,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
@@ -202,9 +202,8 @@ def save_lfm2(folder: Path, **options: Any) -> Path:
     attention, twice."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    settings = {name: value for name, value in _COMMON.items() if name != "head_dim"}
     config = Lfm2Config(
-        **settings | {"num_attention_heads": 4, "num_key_value_heads": 2},
+        **_OF_WIDTH | {"num_attention_heads": 4, "num_key_value_heads": 2},
         layer_types=["conv", "conv", "full_attention"] * 2,
         num_hidden_layers=6,
         block_auto_adjust_ff_dim=False,
