@@ -23,7 +23,7 @@ from tests.engine.tiny_models import (
     save_nemotron_h,
     save_qwen3_next,
 )
-from tests.reference.dense_h2o import DenseLfm2, Sizes, Variant
+from tests.reference.dense_h2o import DenseGptOss, DenseLfm2, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
@@ -136,15 +136,6 @@ def test_budget_that_never_binds_gives_stock_tokens(model):
         assert run(llm)[0] == expected
 
 
-STATES = OPTIONS | {"compilation_config": ROTATES_ALL_HEADS}
-
-
-@pytest.fixture(scope="module")
-def lfm2(tmp_path_factory):
-    """Layers of short convolution have a state; one in three attends."""
-    return save_lfm2(tmp_path_factory.mktemp("lfm2"))
-
-
 @pytest.mark.parametrize(
     ("save", "options", "block"),
     [
@@ -197,10 +188,23 @@ def test_other_hybrids_have_stock_tokens_and_are_compressed(
         assert held == {block}
 
 
-def test_beside_states_equals_reference(lfm2):
+@pytest.mark.parametrize(
+    ("save", "dense_model", "others", "block", "seed"),
+    [
+        # Layers of short convolution have a state; one in three attends.
+        (save_lfm2, DenseLfm2, "MambaManager", 32, 1),
+        # Every other layer is windowed; all have sinks.
+        (save_gpt_oss, DenseGptOss, "SlidingWindowManager", 128, 2),
+    ],
+)
+def test_beside_others_equals_reference(
+    tmp_path, save, dense_model, others, block, seed
+):
     """In steps of 256 tokens; also of prompts that hit, and after a preemption."""
-    model, variant = DenseLfm2(lfm2), Variant(32, 15, "mean", "token", sinks=0)
-    sizes, prompts = Sizes(heavy=64, recent=64, block=32), random_prompts(400, 600, 777)
+    folder = save(tmp_path)
+    model, variant = dense_model(folder), Variant(32, 15, "mean", "token", sinks=0)
+    sizes = Sizes(heavy=64, recent=64, block=block)
+    prompts = random_prompts(400, 600, 777, seed=seed)
 
     def dense(prompt, num_tokens=48):
         (result,) = generate_densely(model, prompt, num_tokens, [variant], sizes)
@@ -210,16 +214,17 @@ def test_beside_states_equals_reference(lfm2):
     assert max(len(set(result.tokens)) for result in expected) > 10
     options = {"h2o_budget": 128, "h2o_recent_ratio": 0.5}
     options |= {"h2o_head_budgets": "uniform", "num_gpu_blocks_override": 256}
-    with engine(lfm2, kv_policy="h2o", **options, **STATES) as llm:
+    options |= OPTIONS | {"compilation_config": ROTATES_ALL_HEADS}
+    with engine(folder, kv_policy="h2o", block_size=block, **options) as llm:
         llm.collective_rpc("probe_poison")
         managers = scheduler(llm).kv_cache_manager.coordinator.single_type_managers
         kinds = [type(manager).__name__ for manager in managers]
-        assert kinds.count("H2OManager") == 1 and "MambaManager" in kinds
+        assert kinds.count("H2OManager") == 1 and others in kinds
         for _ in range(2):
             assert_equal_densely(llm, prompts, expected)
             assert_pool_whole(llm)
         tokens, hits = run(llm, prompts)
-        assert hits == [(n - 32) // 32 * 32 for n in (400, 600, 777)]
+        assert hits == [(n - 32) // block * block for n in (400, 600, 777)]
         # What a request had generated when it was preempted is its prompt's end.
         add(llm, "preempted", prompts[0], 40)
         (request,), generated = scheduler(llm).requests.values(), []

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from transformers import GptOssConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,12 @@ class DenseLlama:
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         self.weights = load_file(folder / "model.safetensors")
-        self.num_layers = config["num_hidden_layers"]
+        kinds = config.get("layer_types") or (
+            ["full_attention"] * config["num_hidden_layers"]
+        )
+        assert kinds[-1] == "full_attention"
+        # Those with full attention; others compute what comes before it.
+        self.numbers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
         self.num_heads = config["num_attention_heads"]
         self.num_kv_heads = config["num_key_value_heads"]
         self.head_dim = config.get("head_dim") or (
@@ -65,8 +72,11 @@ class DenseLlama:
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return x * self.weights[f"model.{name}.weight"]
 
-    def linear(self, x: torch.Tensor, layer: int, name: str) -> torch.Tensor:
-        return F.linear(x, self.weights[f"model.layers.{layer}.{name}.weight"])
+    def linear(self, x: torch.Tensor, number: int, name: str) -> torch.Tensor:
+        place = f"model.layers.{number}.{name}"
+        return F.linear(
+            x, self.weights[f"{place}.weight"], self.weights.get(f"{place}.bias")
+        )
 
     def rope(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate `[n, heads, head_dim]` by `[n]` positions."""
@@ -76,80 +86,80 @@ class DenseLlama:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
     def attention(
-        self, logits: torch.Tensor, seen: torch.Tensor, layer: int
+        self, logits: torch.Tensor, seen: torch.Tensor, number: int
     ) -> torch.Tensor:
         """Softmax of `[heads, queries, n]` logits where they are seen.
 
-        Some models (GraniteSWA) have a logit per head that takes part in it, and that
-        no token has.
+        Some models (GraniteSWA, gpt-oss) have a logit per head that takes part in it,
+        and that no token has.
         """
         logits = logits.masked_fill(~seen, float("-inf"))
-        sinks = self.weights.get(f"model.layers.{layer}.self_attn.sinks")
+        sinks = self.weights.get(f"model.layers.{number}.self_attn.sinks")
         if sinks is None:
             return logits.softmax(dim=-1)
         sinks = sinks[:, None, None].expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
     def before_attention(
-        self, x: torch.Tensor, layer: int, reads: bool
+        self, x: torch.Tensor, number: int, reads: bool
     ) -> torch.Tensor:
-        """What a layer's attention takes in: layers that do not attend come before.
+        """What a layer of full attention takes in, after those of other kinds.
 
         Args are the hidden states of a prompt that is read, else of a token of each
         variant.
         """
+        place = self.numbers.index(number)
+        first = self.numbers[place - 1] + 1 if place else 0
+        for other in range(first, number):
+            x = self.other_layer(x, other, reads)
         return x
 
-    def project(self, x: torch.Tensor, layer: int, positions: torch.Tensor):
+    def other_layer(self, x: torch.Tensor, number: int, reads: bool) -> torch.Tensor:
+        """A whole layer without full attention."""
+        raise NotImplementedError
+
+    def project(self, x: torch.Tensor, number: int, positions: torch.Tensor):
         """Queries, keys, values `[n, heads, head_dim]` of hidden states `[n, d]`."""
-        hidden = self.norm(x, f"layers.{layer}.input_layernorm")
+        hidden = self.norm(x, f"layers.{number}.input_layernorm")
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         q, k, v = (
-            self.linear(hidden, layer, f"self_attn.{name}_proj").view(
+            self.linear(hidden, number, f"self_attn.{name}_proj").view(
                 len(x), count, self.head_dim
             )
             for name, count in heads.items()
         )
         return self.rope(q, positions), self.rope(k, positions), v
 
-    def after_attention(self, x: torch.Tensor, attended: torch.Tensor, layer: int):
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor, number: int):
         """Residual, output projection and MLP."""
-        x = x + self.linear(attended.flatten(1), layer, "self_attn.o_proj")
-        hidden = self.norm(x, f"layers.{layer}.post_attention_layernorm")
-        gate = F.silu(self.linear(hidden, layer, "mlp.gate_proj"))
-        up = self.linear(hidden, layer, "mlp.up_proj")
-        return x + self.linear(gate * up, layer, "mlp.down_proj")
+        x = x + self.linear(attended.flatten(1), number, "self_attn.o_proj")
+        hidden = self.norm(x, f"layers.{number}.post_attention_layernorm")
+        return x + self.feed_forward(hidden, number)
+
+    def feed_forward(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
+        gate = F.silu(self.linear(hidden, number, "mlp.gate_proj"))
+        up = self.linear(hidden, number, "mlp.up_proj")
+        return self.linear(gate * up, number, "mlp.down_proj")
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.weights["model.embed_tokens.weight"][tokens]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x, "norm") @ self.weights["model.embed_tokens.weight"].T
+        tied = self.weights["model.embed_tokens.weight"]
+        return self.norm(x, "norm") @ self.weights.get("lm_head.weight", tied).T
 
 
 class DenseLfm2(DenseLlama):
-    """An LFM2: between its attention, layers that mix each channel's last tokens.
-
-    Layers are counted by their attention.
-    """
+    """An LFM2: between its attention, layers that mix each channel's last tokens."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         config = json.loads((folder / "config.json").read_text())
-        kinds = config["layer_types"]
-        assert kinds[-1] == "full_attention"
-        self.numbers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-        self.num_layers = len(self.numbers)
         self.reach = config["conv_L_cache"]
         self.past: dict[int, torch.Tensor] = {}
 
-    def before_attention(
-        self, x: torch.Tensor, layer: int, reads: bool
-    ) -> torch.Tensor:
-        first = self.numbers[layer - 1] + 1 if layer else 0
-        for number in range(first, self.numbers[layer]):
-            x = self.feed_forward(self.convolve(x, number, reads), number)
-        return x
+    def other_layer(self, x: torch.Tensor, number: int, reads: bool) -> torch.Tensor:
+        return self.with_mlp(self.convolve(x, number, reads), number)
 
     def convolve(self, x: torch.Tensor, number: int, reads: bool) -> torch.Tensor:
         """Residual and short convolution: `[n, d]`, or `[variants, d]` a token each."""
@@ -169,14 +179,13 @@ class DenseLfm2(DenseLlama):
         mixed = leaving * (seen * weight).sum(dim=-1)
         return x + self.linear(mixed, number, "conv.out_proj")
 
-    def feed_forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+    def with_mlp(self, x: torch.Tensor, number: int) -> torch.Tensor:
         hidden = self.norm(x, f"layers.{number}.ffn_norm")
         gate = F.silu(self.linear(hidden, number, "feed_forward.w1"))
         up = self.linear(hidden, number, "feed_forward.w3")
         return x + self.linear(gate * up, number, "feed_forward.w2")
 
-    def project(self, x: torch.Tensor, layer: int, positions: torch.Tensor):
-        number = self.numbers[layer]
+    def project(self, x: torch.Tensor, number: int, positions: torch.Tensor):
         hidden = self.norm(x, f"layers.{number}.operator_norm")
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         q, k, v = (
@@ -189,14 +198,74 @@ class DenseLfm2(DenseLlama):
         k = self.norm(k, f"layers.{number}.self_attn.k_layernorm")
         return self.rope(q, positions), self.rope(k, positions), v
 
-    def after_attention(self, x: torch.Tensor, attended: torch.Tensor, layer: int):
-        number = self.numbers[layer]
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor, number: int):
         x = x + self.linear(attended.flatten(1), number, "self_attn.out_proj")
-        return self.feed_forward(x, number)
+        return self.with_mlp(x, number)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm(x, "embedding_norm")
         return normed @ self.weights["model.embed_tokens.weight"].T
+
+
+class DenseGptOss(DenseLlama):
+    """A gpt-oss: windowed layers between those of full attention, experts, YaRN."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.config = GptOssConfig.from_pretrained(folder)
+        self.frequencies, self.stretch = ROPE_INIT_FUNCTIONS["yarn"](
+            self.config, torch.device("cpu")
+        )
+        self.past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rope(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return super().rope(x, positions) * self.stretch
+
+    def other_layer(self, x: torch.Tensor, number: int, reads: bool) -> torch.Tensor:
+        """Attention to the last tokens; keys and values `[variants or 1, n, ..]`."""
+        n = 0 if reads else self.past[number][0].shape[1]
+        positions = n + (torch.arange(len(x)) if reads else torch.zeros(len(x)))
+        q, *fresh = self.project(x, number, positions)
+        if reads:
+            q, held = q[None], [each[None] for each in fresh]
+        else:
+            q, held = (
+                q[:, None],
+                [
+                    torch.cat([past.expand(len(x), -1, -1, -1), each[:, None]], dim=1)
+                    for past, each in zip(self.past[number], fresh, strict=True)
+                ],
+            )
+        self.past[number] = held
+        group = self.num_heads // self.num_kv_heads
+        keys, values = (each.repeat_interleave(group, 2) for each in held)
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * self.head_dim**-0.5
+        age = n + torch.arange(q.shape[1])[:, None] - torch.arange(keys.shape[1])
+        seen = (age >= 0) & (age < self.config.sliding_window)
+        attention = torch.stack([self.attention(one, seen, number) for one in logits])
+        mixed = torch.einsum("bhqk,bkhd->bqhd", attention, values)
+        return self.after_attention(x, mixed.flatten(0, 1), number)
+
+    def feed_forward(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
+        """The best experts' outputs, by a softmax among them."""
+        config, place = self.config, f"model.layers.{number}.mlp.experts"
+        best = self.linear(hidden, number, "mlp.router").topk(
+            config.num_experts_per_tok, dim=-1
+        )
+        weights = torch.zeros(len(hidden), config.num_local_experts)
+        weights.scatter_(1, best.indices, best.values.softmax(dim=-1))
+        gate_up, gate_up_bias, down, down_bias = (
+            self.weights[f"{place}.{name}"]
+            for name in (
+                "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"
+            )
+        )  # fmt: skip
+        inner = torch.einsum("nd,edf->nef", hidden, gate_up) + gate_up_bias
+        gate = inner[..., ::2].clamp(max=config.swiglu_limit)
+        up = inner[..., 1::2].clamp(-config.swiglu_limit, config.swiglu_limit)
+        inner = (up + 1) * gate * torch.sigmoid(config.swiglu_alpha * gate)
+        outputs = torch.einsum("nef,efd->ned", inner, down) + down_bias
+        return torch.einsum("ne,ned->nd", weights, outputs)
 
 
 class Head:
@@ -474,18 +543,18 @@ def generate(
     heads = [
         [
             [head_of(v, layer, g) for g in range(model.num_kv_heads)]
-            for layer in range(model.num_layers)
+            for layer in range(len(model.numbers))
         ]
         for v in variants
     ]
     x = model.embed(torch.tensor(prompt))
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     keys, values = [], []
-    for layer in range(model.num_layers):
-        x = model.before_attention(x, layer, reads=True)
-        q, k, v = model.project(x, layer, torch.arange(n))
+    for layer, number in enumerate(model.numbers):
+        x = model.before_attention(x, number, reads=True)
+        q, k, v = model.project(x, number, torch.arange(n))
         logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
-        attention = model.attention(logits, causal, layer)
+        attention = model.attention(logits, causal, number)
         mixed = torch.einsum("hqk,khd->qhd", attention, v.repeat_interleave(group, 1))
         grown = (len(variants), model.num_kv_heads, capacity, model.head_dim)
         keys.append(torch.zeros(grown))
@@ -497,7 +566,7 @@ def generate(
                 heads[i][layer][g].hold(keys[-1][i, g], values[-1][i, g])
                 heads[i][layer][g].meet(0, v[:, g])
                 heads[i][layer][g].read_prompt(attention[g * group : (g + 1) * group])
-        x = model.after_attention(x, mixed, layer)
+        x = model.after_attention(x, mixed, number)
     tokens: list[list[int]] = [[] for _ in variants]
     losses: list[list[float]] = [[] for _ in variants]
     margins = [float("inf") for _ in variants]
@@ -515,9 +584,9 @@ def generate(
     next_tokens(model.logits(x[-1]).expand(len(variants), -1))
     for position in range(n, n + num_tokens - 1):
         x = model.embed(torch.tensor([t[-1] for t in tokens]))
-        for layer in range(model.num_layers):
-            x = model.before_attention(x, layer, reads=False)
-            q, k, v = model.project(x, layer, torch.full((len(variants),), position))
+        for layer, number in enumerate(model.numbers):
+            x = model.before_attention(x, number, reads=False)
+            q, k, v = model.project(x, number, torch.full((len(variants),), position))
             keys[layer][:, :, position], values[layer][:, :, position] = k, v
             past = keys[layer][:, :, : position + 1]
             q = q.view(len(variants), model.num_kv_heads, group, model.head_dim)
@@ -533,7 +602,7 @@ def generate(
             seen = kept.repeat_interleave(group, 1)
             attention = torch.stack(
                 [
-                    model.attention(*of_variant, layer)
+                    model.attention(*of_variant, number)
                     for of_variant in zip(logits, seen, strict=True)
                 ]
             ).view(len(variants), model.num_kv_heads, group, -1)
@@ -541,7 +610,7 @@ def generate(
             for i, per_variant in enumerate(heads):
                 for g, head in enumerate(per_variant[layer]):
                     head.accumulate(attention[i, g].sum(dim=0))
-            x = model.after_attention(x, mixed.flatten(1, 2), layer)
+            x = model.after_attention(x, mixed.flatten(1, 2), number)
         next_tokens(model.logits(x))
     parts = zip(tokens, heads, losses, margins, strict=True)
     return [Result(*part) for part in parts]
