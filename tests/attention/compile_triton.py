@@ -184,6 +184,7 @@ if __name__ == "__main__":
         if name == "attend_kernel"
     ]
     launch_all(torch.float32, 80, 1, 48, softcap=30.0, kind="blocks")
+    launch_all(torch.bfloat16, 512, 16, 32, softcap=0.0, kind="int8")
     shared = {}
     for name, kernel in compiled:
         shared[name] = max(shared.get(name, 0), kernel.metadata.shared)

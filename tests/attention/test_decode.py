@@ -261,7 +261,9 @@ def test_int8_of_odd_vectors_equals_reference(bad):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_size", [pytest.param(64, marks=CHECK), 80, 112, 128])
+@pytest.mark.parametrize(
+    "head_size", [pytest.param(64, marks=CHECK), 80, 112, 128, 512]
+)
 def test_half_precision(dtype, head_size):
     arguments = (params_of(), dtype, (6, 2), head_size, 80)
     expected, expected_pages, table = run(reference.decode_resident, *arguments)

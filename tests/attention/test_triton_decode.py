@@ -120,13 +120,13 @@ def test_int8_of_odd_vectors_equals_reference(bad):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 11, 16])
+@pytest.mark.parametrize("group", [1, 3, 8, 11, 16, 31])
 def test_grouped_query_heads(group):
     check_step(make_step(params_of(), [60], heads=(group, 1)))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 512])
 def test_head_sizes_and_dtypes(head_size, dtype):
     check_step(make_step(params_of(mean=True), [50], dtype, (2, 1), head_size))
 
@@ -354,8 +354,9 @@ def test_unsupported_shapes_are_named():
     for bad, named in (
         ({"dtype": torch.float64}, "--dtype"),
         ({"block_size": 8}, "--block-size"),
-        ({"head_size": 288}, "head size"),
-        ({"num_heads": 34}, "query heads"),
+        ({"head_size": 528}, "head size"),
+        ({"num_heads": 2 * 32 + 1}, "at most 32 query heads"),
+        ({"num_heads": 2 * 16 + 1, "head_size": 272}, "at most 16 query heads"),
     ):
         with pytest.raises(ValueError, match=named):
             check_supported(**(supported | bad))

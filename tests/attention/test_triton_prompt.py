@@ -107,6 +107,6 @@ def test_transition_of_whole_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_size", [96, 256])
+@pytest.mark.parametrize("head_size", [96, 512])
 def test_transition_in_half_precision(dtype, head_size):
     check_transition(90, H2OConfig(), LAYOUT, dtype, head_size)

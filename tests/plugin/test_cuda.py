@@ -107,6 +107,15 @@ def test_image_prefixes_are_read_by_triton(config, on_cuda, monkeypatch):
     assert gpu_worker.stock_backend(config).name == "TRITON_ATTN"
 
 
+def test_heads_too_large_for_flash_attention_are_read_by_triton(
+    config, on_cuda, monkeypatch
+):
+    """Those of Gemma 4's full attention."""
+    config.model_config.dtype = torch.bfloat16
+    monkeypatch.setattr(type(config.model_config), "get_head_size", lambda _: 512)
+    assert gpu_worker.stock_backend(config).name == "TRITON_ATTN"
+
+
 @pytest.mark.parametrize("supported", [True, False])
 def test_softmax_sinks_are_read_by_a_backend_that_has_them(
     config, on_cuda, monkeypatch, supported

@@ -9,7 +9,11 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import ScoredLayer
-from vllm_h2o.attention.ops.triton.launch import page_arguments, table_arguments
+from vllm_h2o.attention.ops.triton.launch import (
+    copied_tokens,
+    page_arguments,
+    table_arguments,
+)
 from vllm_h2o.attention.ops.triton.slots import (
     page_offsets,
     place_after,
@@ -19,7 +23,6 @@ from vllm_h2o.attention.ops.triton.slots import (
 )
 from vllm_h2o.policy.quantization import NUM_SCALES
 
-_TILE_TOKENS = 32
 # Differ from request to request or by layer: one compilation must serve them all.
 _VARYING = ["placement", "num_tokens", "grown_at", "most"]
 
@@ -108,7 +111,10 @@ def order_rings(
     for layer in layers:
         pages, params, layout = layer.pages, layer.params, layer.params.layout
         num_kv_heads, head_size = pages.keys.shape[1:3]
-        most = params.largest_of(placement, num_kv_heads)
+        most, tile = (
+            params.largest_of(placement, num_kv_heads),
+            copied_tokens(head_size),
+        )
         state = (num_kv_heads, most)
         shared = {
             **page_arguments(pages),
@@ -120,9 +126,9 @@ def order_rings(
             "num_tokens": num_tokens, "grown_at": grown_at, "most": most,
             "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
             "HEAVY": layout.heavy_slots, "BUDGET": layout.budget,
-            "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),
+            "BLOCK_S": tile, "BLOCK_D": triton.next_power_of_2(head_size),
             "num_warps": 4,
         }  # fmt: skip
-        grid = (triton.cdiv(most, _TILE_TOKENS), num_kv_heads)
+        grid = (triton.cdiv(most, tile), num_kv_heads)
         for back in (False, True):
             ring_kernel[grid](BACK=back, **shared)

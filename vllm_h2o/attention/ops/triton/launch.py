@@ -26,7 +26,13 @@ FORMS = frozenset({"sum", "mean"})
 CAPABILITIES = frozenset({Capability.INT8})
 """What the kernels have beside."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_GROUP = 16
+_MAX_HEAD_SIZE = 512
+_MAX_GROUP = 32
+_MAX_OUTPUT = 8192
+"""Elements that the query heads of a KV head put out: a program's registers hold them,
+and more than these spill."""
+_COPIED = 8192
+"""Elements of K, and of V, that a program copies at once."""
 _TILE_BYTES = 8 * 1024
 """Of K, and of V, per loop step."""
 _PROGRAMS_PER_SM = 4
@@ -302,16 +308,23 @@ def check_supported(
             f"H2O on CUDA has no kernel for dtype {dtype} (--dtype): "
             "use float32, bfloat16 or float16"
         )
-    if head_size % 16 or head_size > 256 or block_size % 16:
+    if head_size % 16 or head_size > _MAX_HEAD_SIZE or block_size % 16:
         raise ValueError(
-            f"H2O on CUDA needs a head size ({head_size}) of at most 256 and a "
-            f"--block-size ({block_size}), both multiples of 16"
+            f"H2O on CUDA needs a head size ({head_size}) of at most {_MAX_HEAD_SIZE} "
+            f"and a --block-size ({block_size}), both multiples of 16"
         )
-    if num_heads > _MAX_GROUP * num_kv_heads:
+    most = min(_MAX_GROUP, _MAX_OUTPUT // triton.next_power_of_2(head_size))
+    if num_heads > most * num_kv_heads:
         raise ValueError(
-            f"H2O on CUDA shares a KV head among at most {_MAX_GROUP} query heads, "
-            f"this model has {num_heads} over {num_kv_heads}: drop --kv-policy"
+            f"H2O on CUDA shares a KV head of size {head_size} among at most {most} "
+            f"query heads, this model has {num_heads} over {num_kv_heads}: drop "
+            "--kv-policy"
         )
+
+
+def copied_tokens(head_size: int) -> int:
+    """Tokens whose K and V a program copies at once, so that registers hold them."""
+    return min(32, _COPIED // triton.next_power_of_2(head_size))
 
 
 def _check_strides(
@@ -359,7 +372,8 @@ def _shapes(
         "max_splits": splits, "split_slots": split_slots, "tile": tile,
         "least_split": min(split_slots, _LEAST_SPLIT),
         # Tensor cores multiply 16 rows at least.
-        "BLOCK_G": 16, "BLOCK_D": triton.next_power_of_2(head_size),
+        "BLOCK_G": max(16, triton.next_power_of_2(group)),
+        "BLOCK_D": triton.next_power_of_2(head_size),
         "BLOCK_U": triton.next_power_of_2(unit),
     }  # fmt: skip
 

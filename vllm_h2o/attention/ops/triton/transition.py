@@ -10,6 +10,7 @@ import triton.language as tl
 
 from vllm_h2o.attention.ops import Kept, ScoredLayer
 from vllm_h2o.attention.ops.triton.launch import (
+    copied_tokens,
     page_arguments,
     table_arguments,
     vector_arguments,
@@ -20,7 +21,6 @@ from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.quantization import NUM_SCALES
 
-_TILE_TOKENS = 32
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
 _VARYING = ["most", "placement", "prompt_attention_stride"]
 
@@ -151,6 +151,7 @@ def copy_kept(
     pages, params = layer.pages, layer.params
     num_kv_heads, most = kept.positions.shape
     head_size = pages.keys.shape[2]
+    tile = copied_tokens(head_size)
     attention = layer.state["attention"]
     assert attention.stride(1) == 1 and attention.dtype == torch.float32
     assert kept.positions.is_contiguous() and kept.slots.is_contiguous()
@@ -164,10 +165,10 @@ def copy_kept(
         "staged": staged, "staged_scales": staged_scales,
         "kept": kept.positions, "most": most,
         "HEAD_SIZE": head_size,
-        "BLOCK_S": _TILE_TOKENS, "BLOCK_D": triton.next_power_of_2(head_size),
+        "BLOCK_S": tile, "BLOCK_D": triton.next_power_of_2(head_size),
         "num_warps": 4,
     }  # fmt: skip
-    grid = (triton.cdiv(most, _TILE_TOKENS), num_kv_heads)
+    grid = (triton.cdiv(most, tile), num_kv_heads)
     gather_kernel[grid](
         **vector_arguments(layer.source), state_strides=pages.attention.stride(),
         source_blocks=source_blocks, BLOCK_SIZE=layer.source.block_size, **shared,
