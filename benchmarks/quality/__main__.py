@@ -3,11 +3,13 @@
     make quality                          a small grid, about 20 minutes on two cores
     python -m benchmarks.quality --full   all of it (hours)
     python -m benchmarks.quality --texts FOLDER --context 8128 --output FILE
+    python -m benchmarks.quality --ruler 1024 2048 --output FILE
 
 Appends to the CSV what is not in it yet, a row per measurement, and draws the
 pictures. A cell that fails is reported and left out; the rest goes on. The third form
 measures the loss over the .txt files of a folder, each a kind of its own, or with
---context alone over other lengths of the usual kinds. A row does not say which texts
+--context alone over other lengths of the usual kinds; the fourth asks RULER's
+questions of these lengths. A row does not say which texts
 and which engine it is from, so give each combination a FILE of its own.
 """
 
@@ -20,6 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,12 +35,14 @@ from benchmarks.quality.cells import (
     GENERATION,
     KVPRESS,
     LOSS,
+    PROMPT_ONLY,
     RETRIEVAL,
     TORCH,
     Cell,
     Rows,
     run_apart,
 )
+from benchmarks.quality.ruler import TASKS as RULER_TASKS
 from benchmarks.report import append_rows
 from benchmarks.smollm2 import ensure_model
 
@@ -92,6 +97,21 @@ LEVERS: list[Variant] = [
 """What the preset sets where prompts go by attention, one at a time set otherwise."""
 PRESSES = ["tova", "observed_attention", "snapkv", "streaming_llm"]
 PRESSES_TOO = ["expected_attention", "keydiff", "random"]
+PROMPT_PRESSES = [
+    "kvzip",
+    "kvzip_plus",
+    "kvgrad",
+    "kvzap",
+    "lukv",
+    "adakv_snapkv",
+    "adakv_expected_attention",
+    "adakv_compactor",
+    "critical_adakv_snapkv",
+    "tova",
+    "snapkv",
+]
+"""Methods of `prompt_only`."""
+RULER_BUDGETS = (0.5, 0.25, 0.125)
 SHARED = ["32-head-sum", "32-layer-sum", "32-model-sum", "32-model-random"]
 
 
@@ -134,6 +154,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--texts", default="", help="a folder of .txt: their loss only")
     parser.add_argument("--context", type=int, help="tokens of a text: the loss only")
     parser.add_argument("--max-model-len", type=int, default=0, help="of the engine")
+    parser.add_argument("--ruler", type=int, nargs="+", help="lengths in tokens")
+    parser.add_argument("--tasks", nargs="+", choices=RULER_TASKS, default=RULER_TASKS)
     parser.add_argument("--dtype", default="", help="of the engine's model")
     parser.add_argument(
         "--budgets", type=float, nargs="+", help="with these three; default: 0.2 0.1"
@@ -145,16 +167,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.model = args.model or str(ensure_model())
     if args.budgets and not _loss_only(args):
         parser.error("--budgets needs --texts, --context or --max-model-len")
-    if _loss_only(args) and not args.output:
+    if (_loss_only(args) or args.ruler) and not args.output:
         parser.error(
-            "--texts, --context and --max-model-len need an --output: their rows "
-            "would read like those of the usual grid"
+            "--texts, --context, --max-model-len and --ruler need an --output: their "
+            "rows would read like those of the usual grid"
         )
     if args.context is not None and args.context <= OTHER_SCORED_TOKENS:
         parser.error(
             f"--context is {args.context}, but the last {OTHER_SCORED_TOKENS} tokens "
             "are scored: give more"
         )
+    if args.ruler and (_loss_only(args) or args.dtype):
+        parser.error("--ruler goes with --tasks, --seed, --model and --output only")
     args.output = args.output or str(QUALITY_CSV)
     return args
 
@@ -166,6 +190,9 @@ def _loss_only(args: argparse.Namespace) -> bool:
 def grid(args: argparse.Namespace, folder: str) -> Iterator[Cell]:
     """The cells; the full cache first, which writes the references."""
     base = {"model": args.model, "seed": args.seed, "references": folder}
+    if args.ruler:
+        yield from _ruler(args, base)
+        return
     if _loss_only(args):
         yield from _other_losses(args, base)
         return
@@ -219,6 +246,35 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
         yield from _peers(PRESSES, fraction, work)
         budget = tokens_of(fraction, work["context_tokens"])
         yield Cell(TORCH, "cake", budget_tokens=budget, **work)
+        yield from _prompt_only(fraction, work)
+
+
+def _prompt_only(fraction: float, work: dict) -> Iterator[Cell]:
+    """Cells of what compresses a prompt once, ours in the same form."""
+    ours = _ours([H2O, ATTENTION, UNIFORM], fraction, work)
+    yield from (replace(cell, system=PROMPT_ONLY) for cell in ours)
+    peers = _peers(PROMPT_PRESSES, fraction, work)
+    yield from (replace(cell, system=PROMPT_ONLY) for cell in peers)
+
+
+def _ruler(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
+    """RULER's questions, known or asked later: the full cache answers alike."""
+    for length in args.ruler:
+        for task in args.tasks:
+            work = base | {
+                "work": RETRIEVAL,
+                "context_tokens": length,
+                "tasks": [task],
+                # Besides the chat template, whose tokens RULER does not count.
+                "max_model_len": length + 256,
+            }
+            yield Cell(ENGINE, FULL, budget_tokens=0, **work)
+            for known in (True, False):
+                asked = work | {"question_known": known}
+                for fraction in RULER_BUDGETS:
+                    yield from _ours([H2O, ATTENTION, UNIFORM], fraction, asked)
+                    yield from _prompt_only(fraction, asked)
+                    yield from _peers(PRESSES, fraction, asked)
 
 
 def _retrievals(full: bool, base: dict) -> Iterator[Cell]:
@@ -297,7 +353,8 @@ def done(cell: Cell, known: set[tuple[str, ...]]) -> bool:
     first = {LOSS: "loss_nats", GENERATION: "repetition_rate"}.get(cell.work)
     if first is None:
         asked = "known" if cell.question_known else "unknown"
-        first = f"exact_match_{cell.tasks[0]}_{asked}"
+        kind = "ruler" if cell.tasks[0] in RULER_TASKS else "exact_match"
+        first = f"{kind}_{cell.tasks[0]}_{asked}"
     (row,) = csv_rows(cell, [(first, 0.0, cell.samples)])
     return key_of(row) in known
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from benchmarks.cells import ENGINE_ARGS
 from benchmarks.process import run_in_process
 from benchmarks.quality.reading import ForcedRecord
+from benchmarks.quality.ruler import ANSWER_TOKENS as RULER_TOKENS
+from benchmarks.quality.ruler import ruler_questions
 from benchmarks.quality.tasks import Question, questions
 from benchmarks.quality.texts import kinds_of, texts
 from benchmarks.smollm2 import ensure_model
@@ -24,6 +27,7 @@ from vllm_h2o.policy.presets import PRESETS
 
 FULL = "full"
 ENGINE, KVPRESS, BLOCKS, TORCH = "vllm_h2o", "kvpress", "shared_blocks", "torch"
+PROMPT_ONLY = "prompt_only"
 LOSS, RETRIEVAL, GENERATION = "loss", "retrieval", "generation"
 BLOCK_SIZE = ENGINE_ARGS["block_size"]
 ANSWER_TOKENS = 24
@@ -36,7 +40,8 @@ class Cell:
     """What is measured.
 
     Attributes:
-        system: `vllm_h2o` (the engine), `kvpress`, `shared_blocks` or `torch`.
+        system: `vllm_h2o` (the engine), `kvpress`, `shared_blocks`, `torch`, or
+            `prompt_only` (policies of the engine, and kvpress's).
         policy: Name within the system; `full` is the full cache.
         work: `loss`, `retrieval` or `generation`.
         budget_tokens: Token slots, 0 for the full cache.
@@ -47,7 +52,7 @@ class Cell:
         label: What the CSV calls the policy, if not its name.
         question_known: Whether the question is there when the prompt is compressed.
         per_kind: Texts of each kind.
-        tasks: Retrieval tasks by name.
+        tasks: Retrieval tasks by name, of `tasks` or of `ruler`.
         depths: Of the answers, 0 to 1.
         per_depth: Questions per task and depth.
         model: A folder.
@@ -165,35 +170,44 @@ def _loss_rows(records: list[ForcedRecord], suffix: str) -> Rows:
 
 
 def _retrieval(cell: Cell, system: Any) -> Rows:
-    asked = questions(
-        system.tokenizer,
-        cell.tasks,
-        cell.context_tokens,
-        cell.depths,
-        cell.per_depth,
-        cell.seed,
-    )
-    answers = system.answers(
-        [q.context for q in asked],
-        [q.question for q in asked],
-        ANSWER_TOKENS,
-        cell.question_known,
-    )
-    decoded = system.tokenizer.batch_decode(answers, skip_special_tokens=True)
-    right = [q.is_answered_by(text) for q, text in zip(asked, decoded, strict=True)]
     known = "known" if cell.question_known else "unknown"
     rows: Rows = []
-    for task in dict.fromkeys(q.task for q in asked):
-        of_task = [(q, r) for q, r in zip(asked, right, strict=True) if q.task == task]
-        rows.append(_share(f"exact_match_{task}_{known}", of_task))
+    for task in cell.tasks:
+        asked = _questions(cell, task, system.tokenizer)
+        answers = system.answers(
+            [q.context for q in asked],
+            [q.question for q in asked],
+            RULER_TOKENS.get(task, ANSWER_TOKENS),
+            cell.question_known,
+        )
+        decoded = system.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        pairs = [
+            (q, q.share_answered_by(x)) for q, x in zip(asked, decoded, strict=True)
+        ]
+        lengths = [len(q.context) + len(q.question) for q in asked]
+        if task in RULER_TOKENS:
+            rows.append(_share(f"ruler_{task}_{known}", pairs))
+            mean = sum(lengths) / len(lengths)
+            rows.append((f"ruler_{task}_{known}_prompt_tokens", mean, len(asked)))
+            continue
+        rows.append(_share(f"exact_match_{task}_{known}", pairs))
         if task == "passkey":
             for depth in cell.depths:
-                at = [pair for pair in of_task if pair[0].depth == depth]
+                at = [pair for pair in pairs if pair[0].depth == depth]
                 rows.append(_share(f"exact_match_{task}_{known}_depth_{depth}", at))
     return rows
 
 
-def _share(metric: str, pairs: list[tuple[Question, bool]]) -> tuple[str, float, int]:
+def _questions(cell: Cell, task: str, tokenizer: Any) -> Sequence[Question]:
+    if task in RULER_TOKENS:
+        shape = cell.context_tokens, cell.samples, cell.seed
+        return ruler_questions(tokenizer, task, *shape)
+    return questions(
+        tokenizer, [task], cell.context_tokens, cell.depths, cell.per_depth, cell.seed
+    )
+
+
+def _share(metric: str, pairs: list[tuple[Question, float]]) -> tuple[str, float, int]:
     return metric, sum(right for _, right in pairs) / len(pairs), len(pairs)
 
 

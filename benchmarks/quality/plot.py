@@ -15,6 +15,7 @@ from benchmarks.pictures import FOLDER, HEIGHT, WIDTH, color_of, name_ends
 OURS, BEST_PEERS = ("h2o", "h2o uniform"), 3
 """Lines of the pictures; all others are in the tables."""
 SYSTEM_LABELS = {
+    "prompt_only": "prompt only ",
     "vllm_h2o": "",
     "kvpress": "kvpress ",
     "shared_blocks": "shared ",

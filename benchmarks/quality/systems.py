@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.cells import ENGINE_ARGS
 from benchmarks.forcing import forced, processor
-from benchmarks.quality.cells import BLOCKS, ENGINE, FULL, KVPRESS, TORCH, Cell
+from benchmarks.quality.cells import (
+    BLOCKS,
+    ENGINE,
+    FULL,
+    KVPRESS,
+    PROMPT_ONLY,
+    TORCH,
+    Cell,
+)
 from benchmarks.quality.reading import ForcedRecord, stop_token_ids, until_stop
+from vllm_h2o.policy.presets import PRESETS
 
 
 class System(Protocol):
@@ -52,7 +62,13 @@ class System(Protocol):
 
 def system_of(cell: Cell) -> System:
     """Start the system of a cell."""
-    systems = {ENGINE: Engine, KVPRESS: Presses, BLOCKS: Blocks, TORCH: Cake}
+    systems: dict[str, Callable[[Cell], System]] = {
+        ENGINE: Engine,
+        KVPRESS: Presses,
+        PROMPT_ONLY: PromptOnly,
+        BLOCKS: Blocks,
+        TORCH: Cake,
+    }
     return systems[cell.system](cell)
 
 
@@ -192,6 +208,23 @@ class Presses(_Outside):
         from benchmarks.quality.peers import PeerRunner
 
         return PeerRunner(Path(cell.model), seed=cell.seed), cell.policy
+
+
+class PromptOnly(_Outside):
+    """kvpress's methods and ours, at the end of the prompt and never again."""
+
+    def _start(self, cell: Cell) -> tuple[Any, Any]:
+        from benchmarks.quality.prompt_only import PromptOnlyRunner
+
+        def engine() -> Any:
+            policy = cell.policy if cell.policy in PRESETS else "h2o"
+            return Engine(replace(cell, policy=policy)).llm
+
+        return PromptOnlyRunner(Path(cell.model), engine), cell.policy
+
+    def close(self) -> None:
+        """See `System`."""
+        self.runner.close()
 
 
 class Blocks(_Outside):

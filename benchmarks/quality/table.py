@@ -1,6 +1,9 @@
 """The quality CSV as the tables of docs/benchmarks/quality.md, in Markdown.
 
-python -m benchmarks.quality.table
+    python -m benchmarks.quality.table
+    python -m benchmarks.quality.table --csv FILE --intervals
+
+Intervals are of 95 %, by drawing the texts again and again.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ import argparse
 import csv
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.quality.plot import loss_deltas, name_of
 
@@ -57,6 +62,63 @@ def retrieval_table(rows: Rows) -> str:
     )  # fmt: skip
 
 
+def ruler_table(rows: Rows) -> str:
+    """Answers of RULER's tasks in per cent, by system, task, length and budget."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if not row["metric"].startswith("ruler_") or "tokens" in row["metric"]:
+            continue
+        task, _, known = row["metric"].removeprefix("ruler_").rpartition("_")
+        when = {"known": "", "unknown": ", asked later"}[known]
+        column = f"{task} {row['context_tokens']}{when}"
+        column += f", {float(row['budget_fraction']):.1%}"
+        found.setdefault(name_of(row), {})[column] = f"{float(row['value']):.0%}"
+    columns = list(
+        dict.fromkeys(column for cells in found.values() for column in cells)
+    )
+    return _markdown(
+        ["of 20 questions each", *columns],
+        ([name, *(cells.get(x, "") for x in columns)] for name, cells in found.items()),
+    )
+
+
+def interval_table(rows: Rows) -> str:
+    """Loss over the full cache with an interval over its texts, by system and budget.
+
+    Texts of one kind are one: a row of each kind is looked for.
+    """
+    found: dict[str, dict[float, str]] = {}
+    for row in rows:
+        metric, _, kind = row["metric"].partition("loss_delta_nats")
+        if metric or kind:
+            continue
+        varies = ("metric", "value", "samples", "date", "vllm_version")
+        same = [name for name in row if name not in varies]
+        kinds = [
+            float(other["value"])
+            for other in rows
+            if other["metric"].startswith("loss_delta_nats_")
+            and all(other[name] == row[name] for name in same)
+        ]
+        shown = f"{float(row['value']):+.3f}"
+        if len(kinds) > 1:
+            shown += " [{:.3f}, {:.3f}]".format(*interval(kinds))
+        found.setdefault(name_of(row), {})[float(row["budget_fraction"])] = shown
+    budgets = sorted({x for cells in found.values() for x in cells}, reverse=True)
+    return _markdown(
+        ["nats per token over the full cache", *(f"{x:.1%}" for x in budgets)],
+        ([name, *(cells.get(x, "") for x in budgets)] for name, cells in found.items()),
+    )
+
+
+def interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
+    """An interval of 95 % for the mean of what was measured, by bootstrap."""
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(np.asarray(values), (draws, len(values))).mean(axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(low), float(high)
+
+
 def _markdown(head: list[str], body: Iterable[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -66,9 +128,18 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--csv", default="benchmarks/results/quality.csv")
-    with Path(parser.parse_args().csv).open(newline="") as file:
+    parser.add_argument("--intervals", action="store_true", help="of losses")
+    args = parser.parse_args()
+    with Path(args.csv).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    print(loss_table(rows), retrieval_table(rows), sep="\n\n")
+    tables = {
+        "loss_delta": interval_table if args.intervals else loss_table,
+        "exact_match": retrieval_table,
+        "ruler": ruler_table,
+    }
+    for measured, table in tables.items():
+        if any(row["metric"].startswith(measured) for row in rows):
+            print(table(rows), end="\n\n")
 
 
 if __name__ == "__main__":

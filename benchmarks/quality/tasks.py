@@ -35,19 +35,19 @@ class Question:
         depth: Where the answer stands in the context, 0 to 1.
         context: Token ids up to the end of the haystack.
         question: Token ids from there to the begun answer.
-        answer: What the output must contain.
+        answers: What the output must contain.
     """
 
     task: str
     depth: float
     context: list[int]
     question: list[int]
-    answer: str
+    answers: tuple[str, ...]
 
-    def is_answered_by(self, text: str) -> bool:
-        """Whether the answer stands in the output, as a word of its own."""
+    def share_answered_by(self, text: str) -> float:
+        """Which part of the answers stands in the output, as words of their own."""
         words = "".join(c if c.isalnum() else " " for c in text).split()
-        return self.answer in words
+        return sum(answer in words for answer in self.answers) / len(self.answers)
 
 
 def questions(
@@ -96,7 +96,7 @@ def _build(
         question = tokenizer(text[end:], add_special_tokens=False)["input_ids"]
         total = len(context) + len(question)
         if total <= num_tokens:
-            return Question(task, depth, context, question, answer)
+            return Question(task, depth, context, question, (answer,))
         # Four characters a token were too many for this text.
         size = int(size * num_tokens / total) - 8
 

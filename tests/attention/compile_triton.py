@@ -185,6 +185,7 @@ if __name__ == "__main__":
     ]
     launch_all(torch.float32, 80, 1, 48, softcap=30.0, kind="blocks")
     launch_all(torch.bfloat16, 512, 16, 32, softcap=0.0, kind="int8")
+    launch_all(torch.bfloat16, 256, 32, 32, softcap=0.0, kind="by head")
     shared = {}
     for name, kernel in compiled:
         shared[name] = max(shared.get(name, 0), kernel.metadata.shared)

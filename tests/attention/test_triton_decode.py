@@ -131,6 +131,11 @@ def test_head_sizes_and_dtypes(head_size, dtype):
     check_step(make_step(params_of(mean=True), [50], dtype, (2, 1), head_size))
 
 
+@pytest.mark.parametrize(("group", "head_size"), [(16, 512), (32, 256)])
+def test_the_largest_outputs(group, head_size):
+    check_step(make_step(params_of(), [60], heads=(group, 1), head_size=head_size))
+
+
 @pytest.mark.parametrize("unit", ["token", "block"])
 @pytest.mark.parametrize("size", [16, 64, 128])
 def test_block_sizes(size, unit):
@@ -379,7 +384,7 @@ def test_a_rich_head_has_more_splits_and_no_longer_ones(monkeypatch):
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     device, rows_by_heads = torch.device("cpu"), 32 * 8
     splits = [
-        launch._num_splits(launch.Tuning(), rows_by_heads, 2048, largest, device)
+        launch._num_splits(launch.Tuning(), rows_by_heads, 64, 2048, largest, device)
         for largest in (2048, 4096, 9216, 2**20)
     ]
     # What merges them has all in its registers: there are 64 at most.

@@ -23,6 +23,7 @@ from benchmarks.quality.cells import (
     ENGINE,
     FULL,
     LOSS,
+    PROMPT_ONLY,
     RETRIEVAL,
     Cell,
     common_prefix,
@@ -32,8 +33,15 @@ from benchmarks.quality.cells import (
 )
 from benchmarks.quality.plot import draw, loss_deltas
 from benchmarks.quality.reading import ForcedRecord, write_reference
+from benchmarks.quality.ruler import TASKS as RULER_TASKS
+from benchmarks.quality.ruler import ruler_questions
 from benchmarks.quality.systems import system_of
-from benchmarks.quality.table import loss_table, retrieval_table
+from benchmarks.quality.table import (
+    interval,
+    interval_table,
+    loss_table,
+    retrieval_table,
+)
 from benchmarks.quality.tasks import RECIPES, questions
 from benchmarks.quality.texts import KINDS, texts
 from benchmarks.report import append_rows
@@ -69,13 +77,14 @@ def test_questions_hold_their_answer_at_their_depth(tokenizer, task):
     assert asked != questions(tokenizer, [task], 700, [0.1, 0.9], 2, seed=4)
     for question in asked:
         assert 600 < len(question.context) + len(question.question) <= 700
-        assert question.is_answered_by(f" {question.answer}.\n")
-        assert not question.is_answered_by(f" {question.answer}1")
+        (answer,) = question.answers
+        assert question.share_answered_by(f" {answer}.\n") == 1
+        assert question.share_answered_by(f" {answer}1") == 0
         text = tokenizer.decode(question.context)
         if task != "counting":
-            where = text.index(question.answer) / len(text)
+            where = text.index(answer) / len(text)
             assert abs(where - question.depth) < 0.2
-            assert question.answer not in tokenizer.decode(question.question)
+            assert answer not in tokenizer.decode(question.question)
 
 
 def test_records_measure_against_the_full_cache(tmp_path):
@@ -130,11 +139,14 @@ def test_texts_of_a_folder_in_an_engine_for_longer_ones(tokenizer, tmp_path, cap
     assert [len(ids) for ids in found["verse"]] == [700]
     options = f"--texts {tmp_path} --context 700 --max-model-len 8192".split()
     args = parse_args([*options, "--output", "rows.csv", "--budgets", "0.5"])
-    full, *ours, peer = grid(args, "folder")
+    full, *others = grid(args, "folder")
     assert (full.policy, full.samples) == (FULL, 512)
-    assert {"h2o", "h2o uniform", "mpcache"} < {cell.label for cell in ours}
-    assert {cell.budget_tokens for cell in (*ours, peer)} == {352}
-    for cell in (full, *ours):
+    assert {"h2o", "h2o uniform", "mpcache"} < {cell.label for cell in others}
+    assert {"kvzip", "adakv_snapkv", "h2o"} < {
+        cell.policy for cell in others if cell.system == PROMPT_ONLY
+    }
+    assert {cell.budget_tokens for cell in others} == {352}
+    for cell in (full, *others):
         assert (cell.max_model_len, cell.texts) == (8192, str(tmp_path))
     with pytest.raises(SystemExit):
         parse_args(options)
@@ -144,6 +156,30 @@ def test_texts_of_a_folder_in_an_engine_for_longer_ones(tokenizer, tmp_path, cap
     assert "--budgets needs --texts" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no .txt files: give a folder"):
         texts(tokenizer, 700, folder=str(tmp_path / "nothing"))
+
+
+def test_ruler_asks_of_all_lengths(tokenizer):
+    """The answer is in the context, and not in the question."""
+    cells = list(grid(parse_args("--ruler 1024 2048 --output x.csv".split()), "folder"))
+    assert [c.context_tokens for c in cells if c.policy == FULL] == sorted(
+        [1024, 2048] * len(RULER_TASKS)
+    )
+    assert {(c.budget_tokens, c.question_known) for c in cells if c.budget_tokens} == {
+        (n // part, known)
+        for n in (1024, 2048)
+        for part in (2, 4, 8)
+        for known in (True, False)
+    }
+    for task in RULER_TASKS:
+        first, second = ruler_questions(tokenizer, task, 1024, 2, seed=0)
+        again, _ = ruler_questions(tokenizer, task, 1024, 2, seed=0)
+        assert first == again != second
+        text, asked = map(tokenizer.decode, (first.context, first.question))
+        assert len(first.context) < 1080 and asked.count("<|im_start|>assistant") == 1
+        assert all(text.count(answer) >= 1 for answer in first.answers)
+        assert not any(answer in asked for answer in first.answers)
+        assert first.share_answered_by(" ".join(first.answers).upper()) == 1
+        assert first.share_answered_by("nothing") == 0
 
 
 def test_csv_has_the_schema_and_is_resumed(tmp_path):
@@ -165,6 +201,16 @@ def test_csv_has_the_schema_and_is_resumed(tmp_path):
     assert loss_table(read(path)).endswith("| h2o uniform | +0.020 |")
     (picture,) = draw(path, tmp_path)
     assert picture.stat().st_size > 5000
+
+
+def test_intervals_are_over_texts():
+    cell = Cell(PROMPT_ONLY, "kvzip", LOSS, 256, 2560, 512)
+    measured = [("loss_delta_nats", 0.2, 4096)]
+    measured += [(f"loss_delta_nats_{i}", 0.1 * i, 512) for i in range(5)]
+    *_, line = interval_table(csv_rows(cell, measured)).split("\n")
+    low, high = interval([0.1 * i for i in range(5)])
+    assert line == f"| prompt only kvzip | +0.200 [{low:.3f}, {high:.3f}] |"
+    assert 0 < low < 0.15 and 0.25 < high < 0.4
 
 
 def test_the_retrieval_table_counts_right_answers():
@@ -198,7 +244,7 @@ def test_the_full_cache_answers_whenever_it_is_asked(tokenizer, here):
     engine.close()
     assert later == first
     answers = tokenizer.batch_decode(later)
-    assert sum(q.is_answered_by(a) for q, a in zip(asked, answers, strict=True)) >= 2
+    assert sum(q.share_answered_by(a) for q, a in zip(asked, answers, strict=True)) >= 2
     assert not any(engine.stops & set(answer) for answer in later)
 
 

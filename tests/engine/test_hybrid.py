@@ -140,7 +140,7 @@ def test_budget_that_never_binds_gives_stock_tokens(model):
     ("save", "options", "block"),
     [
         (save_qwen3_next, {"dtype": "bfloat16"}, 288),
-        (save_gpt_oss, {"block_size": 128}, 128),
+        pytest.param(save_gpt_oss, {"block_size": 128}, 128, marks=pytest.mark.slow),
         pytest.param(
             save_lfm2,
             {"compilation_config": ROTATES_ALL_HEADS},

@@ -180,6 +180,7 @@ def test_layout_vec16_equals_reference(tmp_path):
         assert llm.collective_rpc("probe_layout") == ["vec16"]
 
 
+@pytest.mark.slow
 def test_softmax_sinks_equal_reference(tmp_path):
     """Also of a request that fills its budget while it generates."""
     with engine_in_chunks(

@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import ScoredLayer
+from vllm_h2o.attention.ops.triton.launch import copied_tokens
 from vllm_h2o.attention.ops.triton.slots import page_offsets
 from vllm_h2o.policy.gate import LEAST_NORM
 
-_TOKENS = 32
-"""Of a program: K and V of one KV head, all in registers."""
 LEAST = tl.constexpr(LEAST_NORM)
 
 
@@ -139,8 +138,8 @@ def _score(layer: ScoredLayer, blocks: torch.Tensor, first_query: int) -> None:
         if table is not None and known:
             assert table.is_contiguous() and table.device == attention.device
             angles, rotary = table, table.shape[1]
-    keys = pages.keys.transpose(2, 3)
-    gate_kernel[(triton.cdiv(num_tokens, _TOKENS), num_kv_heads)](
+    keys, tile = pages.keys.transpose(2, 3), copied_tokens(head_size)
+    gate_kernel[(triton.cdiv(num_tokens, tile), num_kv_heads)](
         keys=keys, keys_strides=keys.stride(),
         values=pages.values, values_strides=pages.values.stride(),
         blocks=blocks, angles=angles, weights=gate.weights,
@@ -148,7 +147,7 @@ def _score(layer: ScoredLayer, blocks: torch.Tensor, first_query: int) -> None:
         num_tokens=num_tokens, first_query=first_query,
         KNOWN=known, NEOX=neox, GROUP=gate.group,
         HEAD_SIZE=head_size, ROTARY=rotary, BLOCK_SIZE=block_size,
-        BLOCK_T=_TOKENS, BLOCK_D=triton.next_power_of_2(head_size),
+        BLOCK_T=tile, BLOCK_D=triton.next_power_of_2(head_size),
         BLOCK_HALF=triton.next_power_of_2(max(rotary // 2, 1)),
         BLOCK_REST=triton.next_power_of_2(max(head_size - rotary, 1)),
         num_warps=4,

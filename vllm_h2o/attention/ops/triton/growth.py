@@ -111,10 +111,8 @@ def order_rings(
     for layer in layers:
         pages, params, layout = layer.pages, layer.params, layer.params.layout
         num_kv_heads, head_size = pages.keys.shape[1:3]
-        most, tile = (
-            params.largest_of(placement, num_kv_heads),
-            copied_tokens(head_size),
-        )
+        most = params.largest_of(placement, num_kv_heads)
+        tile = copied_tokens(head_size)
         state = (num_kv_heads, most)
         shared = {
             **page_arguments(pages),

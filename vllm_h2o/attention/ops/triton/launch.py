@@ -32,12 +32,14 @@ _MAX_OUTPUT = 8192
 """Elements that the query heads of a KV head put out: a program's registers hold them,
 and more than these spill."""
 _COPIED = 8192
-"""Elements of K, and of V, that a program copies at once."""
+"""Elements of K, and of V, that a program holds at once to copy them, or to read a
+gate's word off them."""
 _TILE_BYTES = 8 * 1024
 """Of K, and of V, per loop step."""
 _PROGRAMS_PER_SM = 4
 _MAX_SPLITS = 64
-"""One program merges them: their outputs are in its registers."""
+_MAX_MERGED = 16384
+"""Elements of the outputs of all splits, which one program has in its registers."""
 _LEAST_SPLIT = 128
 """Slots: what is shorter is not worth a program of its own."""
 SCORE_TILE = 512
@@ -111,8 +113,9 @@ class DecodeScratch:
             logit_slots = max_rows * num_kv_heads * largest_budget
         tuning = tuning or Tuning()
         partials = _partials(
-            max_rows, num_heads, num_kv_heads, budget, largest_budget, device, tuning
-        )
+            max_rows, num_heads, num_kv_heads, head_size, budget, largest_budget,
+            device, tuning,
+        )  # fmt: skip
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
         return cls(
             logits=floats(logit_slots * (num_heads // num_kv_heads)),
@@ -140,8 +143,9 @@ class DecodeScratch:
         """Bytes that `allocate` takes with the default tuning."""
         device = torch.device(device_type)
         partials = _partials(
-            max_rows, num_heads, num_kv_heads, budget, largest_budget, device, Tuning()
-        )
+            max_rows, num_heads, num_kv_heads, head_size, budget, largest_budget,
+            device, Tuning(),
+        )  # fmt: skip
         words = logit_slots * (num_heads // num_kv_heads) + 2 * max_rows * num_kv_heads
         return 4 * (words + partials * (head_size + 2))
 
@@ -168,6 +172,7 @@ def _partials(
     max_rows: int,
     num_heads: int,
     num_kv_heads: int,
+    head_size: int,
     budget: int,
     largest_budget: int,
     device: torch.device,
@@ -175,7 +180,10 @@ def _partials(
 ) -> int:
     """Most partial outputs of a batch of up to `max_rows` rows."""
     return num_heads * max(
-        rows * _num_splits(tuning, rows * num_kv_heads, budget, largest_budget, device)
+        rows
+        * _num_splits(
+            tuning, rows * num_kv_heads, head_size, budget, largest_budget, device
+        )
         for rows in range(1, max_rows + 1)
     )
 
@@ -323,7 +331,7 @@ def check_supported(
 
 
 def copied_tokens(head_size: int) -> int:
-    """Tokens whose K and V a program copies at once, so that registers hold them."""
+    """Tokens whose K and V a program has at once, so that registers hold them."""
     return min(32, _COPIED // triton.next_power_of_2(head_size))
 
 
@@ -356,8 +364,9 @@ def _shapes(
     layout, largest = params.layout, params.largest_budget
     tile = _tile_slots(scratch.tuning, query)
     splits = _num_splits(
-        scratch.tuning, num_rows * num_kv_heads, layout.budget, largest, query.device
-    )
+        scratch.tuning, num_rows * num_kv_heads, head_size, layout.budget, largest,
+        query.device,
+    )  # fmt: skip
     split_slots = triton.cdiv(triton.cdiv(largest, splits), tile) * tile
     splits = triton.cdiv(largest, split_slots)
     group = num_heads // num_kv_heads
@@ -393,6 +402,7 @@ def _tile_slots(tuning: Tuning, query: torch.Tensor) -> int:
 def _num_splits(
     tuning: Tuning,
     items: int,
+    head_size: int,
     budget: int,
     largest_budget: int,
     device: torch.device,
@@ -407,7 +417,8 @@ def _num_splits(
     # One more would leave a second wave that hardly fills the device.
     wanted = _PROGRAMS_PER_SM * num_sms(device) // items
     of_average = max(1, min(wanted, budget // _LEAST_SPLIT))
-    return min(triton.cdiv(of_average * largest_budget, budget), _MAX_SPLITS)
+    most = min(_MAX_SPLITS, _MAX_MERGED // triton.next_power_of_2(head_size))
+    return min(triton.cdiv(of_average * largest_budget, budget), most)
 
 
 @functools.cache
