@@ -9,7 +9,8 @@ Appends to the CSV what is not in it yet, a row per measurement, and draws the
 pictures. A cell that fails is reported and left out; the rest goes on. The third form
 measures the loss over the .txt files of a folder, each a kind of its own, or with
 --context alone over other lengths of the usual kinds; the fourth asks RULER's
-questions of these lengths. A row does not say which texts
+questions of these lengths; `--prompt-only` measures what compresses a prompt once, in
+place of all others. A row does not say which texts
 and which engine it is from, so give each combination a FILE of its own.
 """
 
@@ -42,6 +43,7 @@ from benchmarks.quality.cells import (
     Rows,
     run_apart,
 )
+from benchmarks.quality.ruler import LEAST_TOKENS
 from benchmarks.quality.ruler import TASKS as RULER_TASKS
 from benchmarks.report import append_rows
 from benchmarks.smollm2 import ensure_model
@@ -121,9 +123,7 @@ def main() -> None:
     path = Path(args.output)
     known = {key_of(row) for row in read(path)}
     folder = args.references or tempfile.mkdtemp(prefix="vllm_h2o_quality_")
-    for cell in grid(args, folder):
-        if args.only and not any(part in str(cell) for part in args.only):
-            continue
+    for cell in chosen(list(grid(args, folder)), args.only):
         if done(cell, known):
             continue
         start = time.monotonic()
@@ -155,7 +155,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, help="tokens of a text: the loss only")
     parser.add_argument("--max-model-len", type=int, default=0, help="of the engine")
     parser.add_argument("--ruler", type=int, nargs="+", help="lengths in tokens")
-    parser.add_argument("--tasks", nargs="+", choices=RULER_TASKS, default=RULER_TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=RULER_TASKS, help="of RULER's")
+    parser.add_argument(
+        "--prompt-only", action="store_true", help="what compresses a prompt once"
+    )
     parser.add_argument("--dtype", default="", help="of the engine's model")
     parser.add_argument(
         "--budgets", type=float, nargs="+", help="with these three; default: 0.2 0.1"
@@ -167,24 +170,40 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.model = args.model or str(ensure_model())
     if args.budgets and not _loss_only(args):
         parser.error("--budgets needs --texts, --context or --max-model-len")
-    if (_loss_only(args) or args.ruler) and not args.output:
+    apart = _loss_only(args) or args.ruler or args.prompt_only
+    if apart and not args.output:
         parser.error(
-            "--texts, --context, --max-model-len and --ruler need an --output: their "
-            "rows would read like those of the usual grid"
+            "--texts, --context, --max-model-len, --ruler and --prompt-only need an "
+            "--output: their rows would read like those of the usual grid"
         )
     if args.context is not None and args.context <= OTHER_SCORED_TOKENS:
         parser.error(
             f"--context is {args.context}, but the last {OTHER_SCORED_TOKENS} tokens "
             "are scored: give more"
         )
-    if args.ruler and (_loss_only(args) or args.dtype):
-        parser.error("--ruler goes with --tasks, --seed, --model and --output only")
+    if args.ruler and (_loss_only(args) or args.full or args.dtype):
+        parser.error("--ruler has lengths and texts of its own: drop the other options")
+    if args.ruler and min(args.ruler) < LEAST_TOKENS:
+        parser.error(f"--ruler has {min(args.ruler)}: use {LEAST_TOKENS} or more")
+    if args.tasks and not args.ruler:
+        parser.error("--tasks are RULER's: give --ruler its lengths")
+    if args.prompt_only and args.dtype:
+        parser.error("--prompt-only is in float32: drop --dtype")
     args.output = args.output or str(QUALITY_CSV)
     return args
 
 
 def _loss_only(args: argparse.Namespace) -> bool:
     return bool(args.texts or args.context or args.max_model_len)
+
+
+def chosen(cells: list[Cell], only: list[str] | None) -> list[Cell]:
+    """Cells whose text has one of `only`, and the full cache's that they refer to."""
+    if not only:
+        return cells
+    asked = [cell for cell in cells if any(part in str(cell) for part in only)]
+    works = {cell.work for cell in asked} - {RETRIEVAL}
+    return [c for c in cells if c in asked or (c.policy == FULL and c.work in works)]
 
 
 def grid(args: argparse.Namespace, folder: str) -> Iterator[Cell]:
@@ -195,6 +214,12 @@ def grid(args: argparse.Namespace, folder: str) -> Iterator[Cell]:
         return
     if _loss_only(args):
         yield from _other_losses(args, base)
+        return
+    if args.prompt_only:
+        for known in (True, False):
+            asked = {"work": RETRIEVAL, "context_tokens": QUESTION_TOKENS}
+            asked |= {"question_known": known}
+            yield from _prompt_only(0.2, base | asked)
         return
     yield from _losses(args.full, base)
     yield from _retrievals(args.full, base)
@@ -237,6 +262,9 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
     }
     yield Cell(ENGINE, FULL, budget_tokens=0, **work)
     for fraction in args.budgets or OTHER_BUDGETS:
+        if args.prompt_only:
+            yield from _prompt_only(fraction, work)
+            continue
         share: Variant = ("h2o share", "h2o", {"budget": f"{100 * fraction:g}%"})
         yield from _ours(
             [H2O, share, INT8, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES],
@@ -246,7 +274,6 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
         yield from _peers(PRESSES, fraction, work)
         budget = tokens_of(fraction, work["context_tokens"])
         yield Cell(TORCH, "cake", budget_tokens=budget, **work)
-        yield from _prompt_only(fraction, work)
 
 
 def _prompt_only(fraction: float, work: dict) -> Iterator[Cell]:
@@ -260,7 +287,7 @@ def _prompt_only(fraction: float, work: dict) -> Iterator[Cell]:
 def _ruler(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
     """RULER's questions, known or asked later: the full cache answers alike."""
     for length in args.ruler:
-        for task in args.tasks:
+        for task in args.tasks or RULER_TASKS:
             work = base | {
                 "work": RETRIEVAL,
                 "context_tokens": length,
@@ -272,8 +299,10 @@ def _ruler(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
             for known in (True, False):
                 asked = work | {"question_known": known}
                 for fraction in RULER_BUDGETS:
+                    if args.prompt_only:
+                        yield from _prompt_only(fraction, asked)
+                        continue
                     yield from _ours([H2O, ATTENTION, UNIFORM], fraction, asked)
-                    yield from _prompt_only(fraction, asked)
                     yield from _peers(PRESSES, fraction, asked)
 
 
@@ -345,7 +374,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def done(cell: Cell, known: set[tuple[str, ...]]) -> bool:
-    """Whether the CSV has the cell; what writes references runs again."""
+    """Whether the CSV has the cell's first row; what writes references runs again."""
     if cell.policy == FULL and cell.work != RETRIEVAL:
         name = "generated.json" if cell.work == GENERATION else "0.npy"
         if not (Path(cell.references) / name).exists():

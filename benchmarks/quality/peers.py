@@ -44,8 +44,8 @@ from kvpress.utils import compute_n_kept
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from benchmarks.quality.reading import (
+    AnswersGreedily,
     ForcedRecord,
-    answer_greedily,
     force,
     record_all,
     stop_token_ids,
@@ -65,6 +65,11 @@ PRESSES: dict[str, type[ScorerPress]] = {
     "expected_attention": ExpectedAttentionPress,
     "random": RandomPress,
 }
+
+
+def compression_ratio(budget_tokens: int, prompt_tokens: int) -> float:
+    """What makes kvpress keep a budget: it keeps int(n * (1 - ratio)) tokens."""
+    return max(0.0, 1 - (budget_tokens + 0.5) / prompt_tokens)
 
 
 class TimeOrdered:
@@ -114,7 +119,7 @@ def _leave_windows_alone(model: PreTrainedModel) -> None:
             layer.self_attn._forward_hooks.clear()
 
 
-class PeerRunner:
+class PeerRunner(AnswersGreedily):
     """The presses of `PRESSES`, and "full", on one model in float32.
 
     Args:
@@ -160,31 +165,6 @@ class PeerRunner:
             return self._forced_full(prompts, continuations, references)
         with self.reader(press, budget_tokens, len(prompts[0])) as reader:
             return force(reader, prompts, continuations, references)
-
-    def answer(
-        self,
-        press: str,
-        context: list[int],
-        question: list[int],
-        max_tokens: int,
-        budget_tokens: int,
-        question_known: bool,
-    ) -> list[int]:
-        """The greedy answer; see `answer_greedily`.
-
-        A question that is not known is read token by token, evicting at every
-        interval: the budget holds for it too.
-        """
-        prompt_tokens = len(context) + (len(question) if question_known else 0)
-        with self.reader(press, budget_tokens, prompt_tokens) as reader:
-            return answer_greedily(
-                reader,
-                context,
-                question,
-                max_tokens,
-                question_known,
-                self.stops,
-            )
 
     @torch.no_grad()
     def _forced_full(
@@ -232,8 +212,7 @@ class PeerRunner:
         """The press for the prompt and for what follows it."""
         prompt_press, later_press = self._press(name), self._press(name)
         if prompt_tokens > budget_tokens:
-            # kvpress keeps int(n * (1 - ratio)) tokens: half a token up is the budget.
-            ratio = 1 - (budget_tokens + 0.5) / prompt_tokens
+            ratio = compression_ratio(budget_tokens, prompt_tokens)
             prompt_press.compression_ratio = ratio
         if isinstance(later_press, SnapKVPress):
             later_press.window_size = min(SNAPKV_WINDOW, self.interval_tokens - 1)

@@ -2,19 +2,21 @@
 
 KVzip and its like have no other form. A method says which tokens of the prompt each KV
 head of each layer keeps; the model reads on over these and over all later tokens, by
-masks, in one pass as one token at a time. All methods keep as many tokens in all:
-budget x KV heads x layers.
+masks, in one pass as one token at a time. All methods keep as many tokens in all,
+budget x KV heads x layers, but ours and `lukv`: a head whose budget is more than the
+prompt has leaves slots empty.
 
-The peers are kvpress's, as shipped, but for these. Those that drop tokens are under
-AdaKV with a safeguard of 1, which then only masks them.
+The peers are kvpress's, as shipped, with these exceptions:
 
+* SnapKV and TOVA, which drop tokens, are wrapped in AdaKV with a safeguard of 1: heads
+  keep equally many, and the others are masked.
 * KVzip and KVgrad take a chat template's first tokens off any prompt, and have the
   text repeated in an assistant's turn. Here all tokens of a prompt are scored, and
   plain text is repeated after a line break, as they do it without a template.
 * `kvzap` is fitted here, as its authors' is: ridge regression from what enters a
   layer's attention to the logarithm of KVzip+'s scores, on the texts that measure
   heads. Tokens of all layers compete, as they do in KVzip, where its authors set a
-  threshold; the last 128 are kept, as there.
+  threshold; the last 128 are kept as there, or half of the budget.
 * `lukv` is ExpectedAttention under this package's head budgets: its curves are of
   other models.
 
@@ -49,9 +51,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from benchmarks.quality.peers import compression_ratio
 from benchmarks.quality.reading import (
+    AnswersGreedily,
     ForcedRecord,
-    answer_greedily,
     record_all,
     stop_token_ids,
 )
@@ -61,6 +64,7 @@ Kept = list[torch.Tensor]
 """`[num_kv_heads, n]` bool of each layer: which of a prompt's tokens are kept."""
 
 ATTENTION = "kept"
+FULL_LAYERS = "full_attention"
 KVZAP, LUKV = "kvzap", "lukv"
 KVZAP_WINDOW = 128
 FITTED_TOKENS = 2048
@@ -137,17 +141,20 @@ class KeptReader:
         if self.cache is not None:
             return self.read_on(tokens)[:, -1]
         self.cache, kept, logits = self.keep(tokens)
+        held = sum(float(mask.sum()) / len(mask) for mask in kept)
+        self.held_tokens = round(held / len(kept))
         for layer, mask in zip(self.model.model.layers, kept, strict=True):
             layer.self_attn.kept = mask
         return logits
 
     def read_on(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[1, m, vocab]` logits after each of `[1, m]` tokens that follow."""
+        self.held_tokens += tokens.shape[1]
         self.model.set_attn_implementation(ATTENTION)
         return self.model(input_ids=tokens, past_key_values=self.cache).logits
 
 
-class PromptOnlyRunner:
+class PromptOnlyRunner(AnswersGreedily):
     """The methods of `METHODS`, and the engine's policies, on one model in float32.
 
     Args:
@@ -163,6 +170,11 @@ class PromptOnlyRunner:
         self.model = AutoModelForCausalLM.from_pretrained(
             model_folder, dtype=torch.float32
         ).eval()
+        if set(getattr(self.model.config, "layer_types", None) or ()) - {FULL_LAYERS}:
+            raise ValueError(
+                f"{model_folder} has layers without full attention, and there are no "
+                "masks for these: use a llama"
+            )
         self.model.requires_grad_(False)
         self.stops = stop_token_ids(self.model.generation_config)
         self._tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -184,28 +196,11 @@ class PromptOnlyRunner:
             with torch.no_grad(), self.reader(policy, budget_tokens) as reader:
                 first = reader.read(torch.tensor([prompt]))
                 later = reader.read_on(torch.tensor([forced[:-1]]))[0]
-                kept = [layer.self_attn.kept for layer in self.model.model.layers]
             logits = torch.cat([first, later])
             record = record_all(logits, forced, references and references[i])
-            held = sum(float(mask.sum()) / len(mask) for mask in kept) / len(kept)
-            record.held_tokens = round(held) + len(forced) - 1
+            record.held_tokens = reader.held_tokens
             records.append(record)
         return records
-
-    def answer(
-        self,
-        policy: str,
-        context: list[int],
-        question: list[int],
-        max_tokens: int,
-        budget_tokens: int,
-        question_known: bool,
-    ) -> list[int]:
-        """The greedy answer; see `answer_greedily`."""
-        with self.reader(policy, budget_tokens) as reader:
-            return answer_greedily(
-                reader, context, question, max_tokens, question_known, self.stops
-            )
 
     def close(self) -> None:
         """Let go of the engine."""
@@ -213,7 +208,9 @@ class PromptOnlyRunner:
             self._llm.llm_engine.engine_core.shutdown()
 
     @contextmanager
-    def reader(self, policy: str, budget_tokens: int) -> Iterator[KeptReader]:
+    def reader(
+        self, policy: str, budget_tokens: int, _prompt_tokens: int = 0
+    ) -> Iterator[KeptReader]:
         """A fresh cache; what a prompt keeps is forgotten at the end."""
         keep = {KVZAP: self._kept_by_kvzap}.get(policy, self._kept_by_press)
         if policy not in METHODS:
@@ -229,10 +226,9 @@ class PromptOnlyRunner:
     ) -> tuple[DynamicCache, Kept, torch.Tensor]:
         press = PRESSES[name]()
         n = ids.shape[1]
-        # kvpress keeps int(n * (1 - ratio)) tokens: half a token up is the budget. But
-        # KVzip drops int(tokens of all heads * ratio).
-        up = 0.0 if isinstance(press, KVzipPress) else 0.5
-        press.compression_ratio = max(0.0, 1 - (budget_tokens + up) / n)
+        press.compression_ratio = compression_ratio(budget_tokens, n)
+        if isinstance(press, KVzipPress):  # drops int(tokens of all heads * ratio)
+            press.compression_ratio = max(0.0, 1 - budget_tokens / n)
         if isinstance(press, LUKVPress):
             press._budget_curves = self._curves(budget_tokens, n)
         with press(self.model):
@@ -245,10 +241,19 @@ class PromptOnlyRunner:
         if not isinstance(press, KVzipPress):
             return
         press.prefix_length = 0
-        if int(ids[0, 0]) not in self._tokenizer.all_special_ids:
+        if not self._is_chat(ids[0]):
             press._suffix_ids = self._tokenizer.encode(
                 "\n", return_tensors="pt", add_special_tokens=False
             )
+
+    def _is_chat(self, ids: torch.Tensor) -> bool:
+        """Whether a prompt begins as the chat template does."""
+        if self._tokenizer.chat_template is None:
+            return False
+        turn = [{"role": "user", "content": ""}]
+        text = self._tokenizer.apply_chat_template(turn, tokenize=False)
+        begun = self._tokenizer(text, add_special_tokens=False)["input_ids"][:2]
+        return ids[:2].tolist() == begun
 
     def _masks(self, n: int) -> Kept:
         """What the press left unmasked."""

@@ -8,6 +8,7 @@ that it evicts while it goes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -199,7 +200,42 @@ def answer_greedily(
     return answer
 
 
-class LlamaRunner:
+class AnswersGreedily:
+    """Runners that have a fresh `Reader` for each question.
+
+    Attributes:
+        stops: Tokens that end an answer.
+    """
+
+    stops: set[int]
+
+    def reader(
+        self, policy: Any, budget_tokens: int, prompt_tokens: int
+    ) -> AbstractContextManager[Reader]:
+        """A fresh reader under a policy and a budget, for a prompt of that length."""
+        raise NotImplementedError
+
+    def answer(
+        self,
+        policy: Any,
+        context: list[int],
+        question: list[int],
+        max_tokens: int,
+        budget_tokens: int,
+        question_known: bool,
+    ) -> list[int]:
+        """The greedy answer; see `answer_greedily`.
+
+        A question that is not known is read after the context was compressed.
+        """
+        prompt_tokens = len(context) + (len(question) if question_known else 0)
+        with self.reader(policy, budget_tokens, prompt_tokens) as reader:
+            return answer_greedily(
+                reader, context, question, max_tokens, question_known, self.stops
+            )
+
+
+class LlamaRunner(AnswersGreedily):
     """A llama in float32 with an attention of ours, read by a fresh reader each time.
 
     Args:
@@ -238,21 +274,8 @@ class LlamaRunner:
         reader = self.reader_of(self.model, policy, budget_tokens)
         return force(reader, prompts, continuations, references)
 
-    def answer(
-        self,
-        policy: Any,
-        context: list[int],
-        question: list[int],
-        max_tokens: int,
-        budget_tokens: int,
-        question_known: bool,
-    ) -> list[int]:
-        """The greedy answer; args are those of `PeerRunner.answer`."""
-        return answer_greedily(
-            self.reader_of(self.model, policy, budget_tokens),
-            context,
-            question,
-            max_tokens,
-            question_known,
-            self.stops,
-        )
+    def reader(
+        self, policy: Any, budget_tokens: int, _prompt_tokens: int
+    ) -> AbstractContextManager[Reader]:
+        """See the base class."""
+        return nullcontext(self.reader_of(self.model, policy, budget_tokens))

@@ -37,7 +37,7 @@ ANSWER_TOKENS = dict.fromkeys(NEEDLES, 48) | {"vt": 30, "cwe": 120, "fwe": 50}
 comes first."""
 TASKS = tuple(ANSWER_TOKENS)
 LEAST_TOKENS = 1024
-"""For fewer the generator of `vt` looks for a shorter text for ever."""
+"""Least length: below, the generator of `vt` looks for a shorter text for ever."""
 
 
 class RulerQuestion(Question):

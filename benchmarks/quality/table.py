@@ -64,11 +64,13 @@ def retrieval_table(rows: Rows) -> str:
 
 def ruler_table(rows: Rows) -> str:
     """Answers of RULER's tasks in per cent, by system, task, length and budget."""
+    samples = "0"
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         if not row["metric"].startswith("ruler_") or "tokens" in row["metric"]:
             continue
         task, _, known = row["metric"].removeprefix("ruler_").rpartition("_")
+        samples = row["samples"]
         when = {"known": "", "unknown": ", asked later"}[known]
         column = f"{task} {row['context_tokens']}{when}"
         column += f", {float(row['budget_fraction']):.1%}"
@@ -77,7 +79,7 @@ def ruler_table(rows: Rows) -> str:
         dict.fromkeys(column for cells in found.values() for column in cells)
     )
     return _markdown(
-        ["of 20 questions each", *columns],
+        [f"of {samples} questions each", *columns],
         ([name, *(cells.get(x, "") for x in columns)] for name, cells in found.items()),
     )
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_model_args_reach_the_engine(tmp_path, monkeypatch):
-    """Its page, docs/benchmarks/lm-eval.md, has such a command."""
+    """The command is that of docs/benchmarks/lm-eval.md."""
     monkeypatch.setenv("VLLM_H2O_CALIBRATE", "0")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     have_tokenizer_of_sentences()

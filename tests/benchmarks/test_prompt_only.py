@@ -5,8 +5,15 @@ import torch
 
 pytest.importorskip("kvpress", reason="pip install --no-deps kvpress")
 
+from benchmarks.quality.__main__ import PROMPT_PRESSES
 from benchmarks.quality.cells import LOSS, PROMPT_ONLY, Cell
-from benchmarks.quality.prompt_only import KVZAP, LUKV, PRESSES, PromptOnlyRunner
+from benchmarks.quality.prompt_only import (
+    KVZAP,
+    LUKV,
+    METHODS,
+    PRESSES,
+    PromptOnlyRunner,
+)
 from benchmarks.quality.systems import system_of
 from tests.engine.tiny_models import random_prompts, save_reading_llama
 from vllm_h2o.calibration.texts import calibration_texts
@@ -21,6 +28,10 @@ def runner(tmp_path_factory):
     runner = PromptOnlyRunner(save_reading_llama(tmp_path_factory.mktemp("llama")))
     yield runner
     runner.close()
+
+
+def test_the_benchmark_has_all():
+    assert set(PROMPT_PRESSES) == {*METHODS}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +74,7 @@ def test_room_for_all_is_the_full_cache(method, runner, text):
     "method", ["kvzip", "adakv_snapkv", "adakv_expected_attention", "kvgrad"]
 )
 def test_masks_do_what_those_of_kvpress_do(method, runner, text):
-    """Which hide a token behind a key that no query of a step looks at."""
+    """Theirs hide a token behind a key that no query of a step looks at."""
     prompt, forced = text
     (record,) = runner.forced(method, [prompt], [forced], BUDGET, None)
     with runner.reader(method, BUDGET) as reader, torch.no_grad():
@@ -83,8 +94,8 @@ def test_masks_do_what_those_of_kvpress_do(method, runner, text):
 
 @pytest.mark.slow
 def test_kvzap_learns_what_kvzip_finds(runner):
-    """Of the beginning of a text that it learned from, where neither keeps tokens for
-    their place: more than by chance."""
+    """The beginning of a text that it learned from, where neither keeps tokens for
+    their place, has more in common than by chance."""
     learned = calibration_texts()["code"]
     prompt = runner._tokenizer(learned)["input_ids"][:PROMPT]
     middle = slice(4, PROMPT - BUDGET // 2)
@@ -98,7 +109,8 @@ def test_kvzap_learns_what_kvzip_finds(runner):
 
 @pytest.mark.engine
 def test_what_the_engine_keeps(tmp_path, text, monkeypatch):
-    """As many tokens as the budget has, and `lukv` as many of each head."""
+    """The engine keeps as many tokens as the budget has, and `lukv` as many of each
+    head."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     folder = save_reading_llama(tmp_path)
     cell = Cell(PROMPT_ONLY, "h2o", LOSS, BUDGET, PROMPT, model=str(folder))

@@ -142,9 +142,8 @@ def test_texts_of_a_folder_in_an_engine_for_longer_ones(tokenizer, tmp_path, cap
     full, *others = grid(args, "folder")
     assert (full.policy, full.samples) == (FULL, 512)
     assert {"h2o", "h2o uniform", "mpcache"} < {cell.label for cell in others}
-    assert {"kvzip", "adakv_snapkv", "h2o"} < {
-        cell.policy for cell in others if cell.system == PROMPT_ONLY
-    }
+    *_, once = grid(parse_args([*options, "--output", "x", "--prompt-only"]), "folder")
+    assert (once.system, once.texts) == (PROMPT_ONLY, str(tmp_path))
     assert {cell.budget_tokens for cell in others} == {352}
     for cell in (full, *others):
         assert (cell.max_model_len, cell.texts) == (8192, str(tmp_path))

@@ -47,7 +47,16 @@ class Sizes:
 
 
 class DenseLlama:
-    """A llama in float32, from a folder with config.json and safetensors."""
+    """A llama in float32, from a folder with config.json and safetensors.
+
+    Attributes:
+        attending: Numbers of the layers with full attention; others compute what comes
+            before it.
+    """
+
+    norms = "input_layernorm", "post_attention_layernorm"
+    output = "self_attn.o_proj"
+    mlp = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -56,8 +65,7 @@ class DenseLlama:
             ["full_attention"] * config["num_hidden_layers"]
         )
         assert kinds[-1] == "full_attention"
-        # Those with full attention; others compute what comes before it.
-        self.numbers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        self.attending = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
         self.num_heads = config["num_attention_heads"]
         self.num_kv_heads = config["num_key_value_heads"]
         self.head_dim = config.get("head_dim") or (
@@ -108,8 +116,8 @@ class DenseLlama:
         Args are the hidden states of a prompt that is read, else of a token of each
         variant.
         """
-        place = self.numbers.index(number)
-        first = self.numbers[place - 1] + 1 if place else 0
+        place = self.attending.index(number)
+        first = self.attending[place - 1] + 1 if place else 0
         for other in range(first, number):
             x = self.other_layer(x, other, reads)
         return x
@@ -120,7 +128,7 @@ class DenseLlama:
 
     def project(self, x: torch.Tensor, number: int, positions: torch.Tensor):
         """Queries, keys, values `[n, heads, head_dim]` of hidden states `[n, d]`."""
-        hidden = self.norm(x, f"layers.{number}.input_layernorm")
+        hidden = self.norm(x, f"layers.{number}.{self.norms[0]}")
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         q, k, v = (
             self.linear(hidden, number, f"self_attn.{name}_proj").view(
@@ -128,18 +136,26 @@ class DenseLlama:
             )
             for name, count in heads.items()
         )
+        q, k = self.normed_heads(q, k, number)
         return self.rope(q, positions), self.rope(k, positions), v
+
+    def normed_heads(self, q: torch.Tensor, k: torch.Tensor, number: int):
+        """Queries and keys as they are rotated."""
+        return q, k
 
     def after_attention(self, x: torch.Tensor, attended: torch.Tensor, number: int):
         """Residual, output projection and MLP."""
-        x = x + self.linear(attended.flatten(1), number, "self_attn.o_proj")
-        hidden = self.norm(x, f"layers.{number}.post_attention_layernorm")
+        x = x + self.linear(attended.flatten(1), number, self.output)
+        return self.with_mlp(x, number)
+
+    def with_mlp(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        hidden = self.norm(x, f"layers.{number}.{self.norms[1]}")
         return x + self.feed_forward(hidden, number)
 
     def feed_forward(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
-        gate = F.silu(self.linear(hidden, number, "mlp.gate_proj"))
-        up = self.linear(hidden, number, "mlp.up_proj")
-        return self.linear(gate * up, number, "mlp.down_proj")
+        gate, up, down = self.mlp
+        inner = F.silu(self.linear(hidden, number, gate))
+        return self.linear(inner * self.linear(hidden, number, up), number, down)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.weights["model.embed_tokens.weight"][tokens]
@@ -151,6 +167,10 @@ class DenseLlama:
 
 class DenseLfm2(DenseLlama):
     """An LFM2: between its attention, layers that mix each channel's last tokens."""
+
+    norms = "operator_norm", "ffn_norm"
+    output = "self_attn.out_proj"
+    mlp = "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -179,28 +199,11 @@ class DenseLfm2(DenseLlama):
         mixed = leaving * (seen * weight).sum(dim=-1)
         return x + self.linear(mixed, number, "conv.out_proj")
 
-    def with_mlp(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        hidden = self.norm(x, f"layers.{number}.ffn_norm")
-        gate = F.silu(self.linear(hidden, number, "feed_forward.w1"))
-        up = self.linear(hidden, number, "feed_forward.w3")
-        return x + self.linear(gate * up, number, "feed_forward.w2")
-
-    def project(self, x: torch.Tensor, number: int, positions: torch.Tensor):
-        hidden = self.norm(x, f"layers.{number}.operator_norm")
-        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        q, k, v = (
-            self.linear(hidden, number, f"self_attn.{name}_proj").view(
-                len(x), count, self.head_dim
-            )
-            for name, count in heads.items()
+    def normed_heads(self, q: torch.Tensor, k: torch.Tensor, number: int):
+        return (
+            self.norm(q, f"layers.{number}.self_attn.q_layernorm"),
+            self.norm(k, f"layers.{number}.self_attn.k_layernorm"),
         )
-        q = self.norm(q, f"layers.{number}.self_attn.q_layernorm")
-        k = self.norm(k, f"layers.{number}.self_attn.k_layernorm")
-        return self.rope(q, positions), self.rope(k, positions), v
-
-    def after_attention(self, x: torch.Tensor, attended: torch.Tensor, number: int):
-        x = x + self.linear(attended.flatten(1), number, "self_attn.out_proj")
-        return self.with_mlp(x, number)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm(x, "embedding_norm")
@@ -543,14 +546,14 @@ def generate(
     heads = [
         [
             [head_of(v, layer, g) for g in range(model.num_kv_heads)]
-            for layer in range(len(model.numbers))
+            for layer in range(len(model.attending))
         ]
         for v in variants
     ]
     x = model.embed(torch.tensor(prompt))
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     keys, values = [], []
-    for layer, number in enumerate(model.numbers):
+    for layer, number in enumerate(model.attending):
         x = model.before_attention(x, number, reads=True)
         q, k, v = model.project(x, number, torch.arange(n))
         logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
@@ -584,7 +587,7 @@ def generate(
     next_tokens(model.logits(x[-1]).expand(len(variants), -1))
     for position in range(n, n + num_tokens - 1):
         x = model.embed(torch.tensor([t[-1] for t in tokens]))
-        for layer, number in enumerate(model.numbers):
+        for layer, number in enumerate(model.attending):
             x = model.before_attention(x, number, reads=False)
             q, k, v = model.project(x, number, torch.full((len(variants),), position))
             keys[layer][:, :, position], values[layer][:, :, position] = k, v

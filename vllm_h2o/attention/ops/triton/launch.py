@@ -29,7 +29,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_SIZE = 512
 _MAX_GROUP = 32
 _MAX_OUTPUT = 8192
-"""Elements that the query heads of a KV head put out: a program's registers hold them,
+"""Elements of the outputs of a KV head's query heads: a program's registers hold them,
 and more than these spill."""
 _COPIED = 8192
 """Elements of K, and of V, that a program holds at once to copy them, or to read a
@@ -321,7 +321,7 @@ def check_supported(
             f"H2O on CUDA needs a head size ({head_size}) of at most {_MAX_HEAD_SIZE} "
             f"and a --block-size ({block_size}), both multiples of 16"
         )
-    most = min(_MAX_GROUP, _MAX_OUTPUT // triton.next_power_of_2(head_size))
+    most = _rows_of(head_size, _MAX_OUTPUT, _MAX_GROUP)
     if num_heads > most * num_kv_heads:
         raise ValueError(
             f"H2O on CUDA shares a KV head of size {head_size} among at most {most} "
@@ -332,7 +332,12 @@ def check_supported(
 
 def copied_tokens(head_size: int) -> int:
     """Tokens whose K and V a program has at once, so that registers hold them."""
-    return min(32, _COPIED // triton.next_power_of_2(head_size))
+    return _rows_of(head_size, _COPIED, 32)
+
+
+def _rows_of(head_size: int, elements: int, most: int) -> int:
+    """Heads' rows that as many elements have room for, `most` at most."""
+    return min(most, elements // triton.next_power_of_2(head_size))
 
 
 def _check_strides(
@@ -417,7 +422,7 @@ def _num_splits(
     # One more would leave a second wave that hardly fills the device.
     wanted = _PROGRAMS_PER_SM * num_sms(device) // items
     of_average = max(1, min(wanted, budget // _LEAST_SPLIT))
-    most = min(_MAX_SPLITS, _MAX_MERGED // triton.next_power_of_2(head_size))
+    most = _rows_of(head_size, _MAX_MERGED, _MAX_SPLITS)
     return min(triton.cdiv(of_average * largest_budget, budget), most)
 
 
