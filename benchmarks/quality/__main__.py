@@ -9,9 +9,9 @@ Appends to the CSV what is not in it yet, a row per measurement, and draws the
 pictures. A cell that fails is reported and left out; the rest goes on. The third form
 measures the loss over the .txt files of a folder, each a kind of its own, or with
 --context alone over other lengths of the usual kinds; the fourth asks RULER's
-questions of these lengths; `--prompt-only` measures what compresses a prompt once, in
-place of all others. A row does not say which texts
-and which engine it is from, so give each combination a FILE of its own.
+questions of these lengths; `--prompt-only` measures what compresses a prompt once, and
+`--chunks` prompts that are read in chunks, in place of all others. A row does not say
+which texts and which engine it is from, so give each combination a FILE of its own.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def main() -> None:
     path = Path(args.output)
     known = {key_of(row) for row in read(path)}
     folder = args.references or tempfile.mkdtemp(prefix="vllm_h2o_quality_")
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for cell in chosen(list(grid(args, folder)), args.only):
         if done(cell, known):
             continue
@@ -159,6 +160,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--prompt-only", action="store_true", help="what compresses a prompt once"
     )
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", help="`h2o`, in chunks of so many budgets"
+    )
     parser.add_argument("--dtype", default="", help="of the engine's model")
     parser.add_argument(
         "--budgets", type=float, nargs="+", help="with these three; default: 0.2 0.1"
@@ -170,11 +174,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.model = args.model or str(ensure_model())
     if args.budgets and not _loss_only(args):
         parser.error("--budgets needs --texts, --context or --max-model-len")
-    apart = _loss_only(args) or args.ruler or args.prompt_only
+    apart = _loss_only(args) or args.ruler or args.prompt_only or args.chunks
     if apart and not args.output:
         parser.error(
-            "--texts, --context, --max-model-len, --ruler and --prompt-only need an "
-            "--output: their rows would read like those of the usual grid"
+            "--texts, --context, --max-model-len, --ruler, --prompt-only and --chunks "
+            "need an --output: their rows would read like those of the usual grid"
         )
     if args.context is not None and args.context <= OTHER_SCORED_TOKENS:
         parser.error(
@@ -185,6 +189,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--ruler has lengths and texts of its own: drop the other options")
     if args.ruler and min(args.ruler) < LEAST_TOKENS:
         parser.error(f"--ruler has {min(args.ruler)}: use {LEAST_TOKENS} or more")
+    if args.chunks and (args.ruler or args.prompt_only or args.full):
+        parser.error("--chunks has cells of its own: drop the other options")
     if args.tasks and not args.ruler:
         parser.error("--tasks are RULER's: give --ruler its lengths")
     if args.prompt_only and args.dtype:
@@ -215,11 +221,15 @@ def grid(args: argparse.Namespace, folder: str) -> Iterator[Cell]:
     if _loss_only(args):
         yield from _other_losses(args, base)
         return
-    if args.prompt_only:
+    if args.prompt_only or args.chunks:
         for known in (True, False):
             asked = {"work": RETRIEVAL, "context_tokens": QUESTION_TOKENS}
-            asked |= {"question_known": known}
-            yield from _prompt_only(0.2, base | asked)
+            asked |= base | {"question_known": known}
+            yield from (
+                _chunked(args.chunks, 0.2, asked)
+                if args.chunks
+                else _prompt_only(0.2, asked)
+            )
         return
     yield from _losses(args.full, base)
     yield from _retrievals(args.full, base)
@@ -265,6 +275,9 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
         if args.prompt_only:
             yield from _prompt_only(fraction, work)
             continue
+        if args.chunks:
+            yield from _chunked(args.chunks, fraction, work)
+            continue
         share: Variant = ("h2o share", "h2o", {"budget": f"{100 * fraction:g}%"})
         yield from _ours(
             [H2O, share, INT8, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES],
@@ -282,6 +295,16 @@ def _prompt_only(fraction: float, work: dict) -> Iterator[Cell]:
     yield from (replace(cell, system=PROMPT_ONLY) for cell in ours)
     peers = _peers(PROMPT_PRESSES, fraction, work)
     yield from (replace(cell, system=PROMPT_ONLY) for cell in peers)
+
+
+def _chunked(chunks: list[int], fraction: float, work: dict) -> Iterator[Cell]:
+    """Cells of prompts that are read whole, and in chunks of so many budgets."""
+    budget = tokens_of(fraction, work["context_tokens"])
+    variants: list[Variant] = [H2O]
+    for count in chunks:
+        options = {"prefill_chunk": count * budget}
+        variants.append((f"h2o in chunks of {count} budgets", "h2o", options))
+    yield from _ours(variants, fraction, work)
 
 
 def _ruler(args: argparse.Namespace, base: dict) -> Iterator[Cell]:

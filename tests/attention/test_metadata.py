@@ -1,5 +1,6 @@
 """A batch split by row, from the step's plan alone."""
 
+import functools
 import pickle
 
 import pytest
@@ -8,7 +9,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
-from vllm_h2o.attention import transition as transition_module
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
 from vllm_h2o.attention.placements import BY_HEAD, GroupPlacements
 from vllm_h2o.attention.rows import select_rows
@@ -163,17 +163,16 @@ def test_scores_of_earlier_steps_are_there_for_every_group():
     assert step.transitions.partial_states("r") == {}
 
 
-def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone(monkeypatch):
+def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone():
     step, done = StepRows(), []
-    compressed = lambda prompt, config: done.append(prompt.request_id)  # noqa: E731
-    monkeypatch.setattr(transition_module, "compress_prompt", compressed)
     for name in ("stays", "gone"):
         tokens, blocks = slice(0, 40), torch.zeros(2, dtype=torch.int32)
         prompt = ObservedPrompt(
             name, step.transitions, tokens, ROWS["ends"], blocks, blocks, len, False
         )
         for layer in ("first", "second"):
-            step.transitions.collect(prompt, layer, None)
+            prompt.layers.append(layer)
+            step.transitions.collect(prompt, functools.partial(done.append, name))
     step.begin(plan_of({}), ["gone"])
     step.begin(plan_of({}), [])
     assert done == ["stays"]

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from benchmarks.quality import unseen
 from benchmarks.quality.__main__ import (
     FIELDS,
+    chosen,
     csv_rows,
     done,
     grid,
@@ -155,6 +156,25 @@ def test_texts_of_a_folder_in_an_engine_for_longer_ones(tokenizer, tmp_path, cap
     assert "--budgets needs --texts" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no .txt files: give a folder"):
         texts(tokenizer, 700, folder=str(tmp_path / "nothing"))
+
+
+def test_chunks_have_so_many_budgets(tmp_path):
+    options = f"--chunks 2 4 --output x --texts {tmp_path} --budgets 0.1".split()
+    full, whole, *chunked = grid(parse_args(options), "folder")
+    assert (full.policy, whole.label, whole.options) == (FULL, "h2o", {})
+    assert [cell.options for cell in chunked] == [
+        {"prefill_chunk": 512}, {"prefill_chunk": 1024}
+    ]  # fmt: skip
+    known = [cell.question_known for cell in grid(parse_args(options[:5]), "folder")]
+    assert known == [True] * 3 + [False] * 3
+
+
+def test_only_some_cells_and_what_they_refer_to():
+    cells = list(grid(arguments(full=False), "folder"))
+    assert chosen(cells, None) == cells
+    some = chosen(cells, ["policy='tova'"])
+    assert {cell.policy for cell in some} == {FULL, "tova"}
+    assert {cell.work for cell in some} == {LOSS}, "answers refer to nothing"
 
 
 def test_ruler_asks_of_all_lengths(tokenizer):

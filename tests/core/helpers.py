@@ -48,6 +48,7 @@ def config_of(
     policy: str = "h2o",
     resident: str = "model",
     beside: str = "",
+    prefill_chunk: int = 0,
 ) -> Any:
     """An engine config with H2O on; for `beside` see `spec_beside`."""
     config = EngineArgs(
@@ -75,6 +76,7 @@ def config_of(
         "budget": budget,
         "min_budget": 2 * BLOCK_SIZE,
         "resident_dtype": resident,
+        "prefill_chunk": prefill_chunk,
     }
     config.additional_config = {**additional, CONFIG_KEY: settings}
     return config
@@ -139,8 +141,14 @@ class Driver:
         policy: str = "h2o",
         log_stats: bool = False,
         resident: str = "model",
+        prefill_chunk: int = 0,
     ) -> None:
-        config = config_of(window, budget, chunk, policy, resident, beside)
+        config = config_of(
+            window, budget, chunk, policy, resident, beside, prefill_chunk
+        )
+        self.prefill_chunk = prefill_chunk
+        self.chunks: dict[str, int] = {}
+        """Tokens of a chunk of each request whose prompt is read in chunks."""
         config.cache_config.num_gpu_blocks = num_blocks
         spec = spec_of(config)
         self.slots = spec.block_slots
@@ -303,8 +311,12 @@ class Driver:
             assert is_full(request) or most <= max(self.budget_of(request), end + 1)
             assert len(blocks) == -(-computed // BLOCK_SIZE)
             return
-        assert manager.is_resident(name) == (computed >= end)
-        if computed >= end:
+        read_at_once = self.chunks.get(name, end)
+        assert manager.is_resident(name) == (computed >= read_at_once)
+        if name in self.chunks:
+            prompt = {block.block_id for block in blocks[: manager.dense_columns]}
+            assert len(prompt) <= read_at_once // BLOCK_SIZE + 1, "and the null block"
+        if computed >= read_at_once:
             resident = blocks[manager.dense_columns :]
             budget = self.budget_of(request)
             grown = manager.growths([name])
@@ -312,7 +324,8 @@ class Driver:
             assert len(resident) == -(-held // self.slots)
         # Nothing is published past the prompt, of windowed layers neither.
         for group in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
-            for block in group.req_to_blocks[name][end // BLOCK_SIZE :]:
+            published = 0 if name in self.chunks else end // BLOCK_SIZE
+            for block in group.req_to_blocks[name][published:]:
                 assert block.block_hash is None
 
     def _check_plan(self, output: Any) -> None:
@@ -331,9 +344,6 @@ class Driver:
                 most, end = min(most, MAX_MODEL_LEN), request.num_tokens
                 if is_full(request):
                     end = most
-                assert row.prefill_end == end
-                asked = wishes_of(request).get("observation_window", self.window)
-                first_query = max(0, end - (end if asked == "all" else int(asked)))
                 if self.climbs(request):
                     self.steps[name] = self.ladder.enters(
                         request.num_tokens, most, self.share_of(request)
@@ -341,13 +351,17 @@ class Driver:
                 # Within the budget, or at an end with the first token.
                 budget = self.budget_of(request)
                 assert row.budget == budget
+                chunk = self._note_chunk(request, budget)
+                end = min(end, chunk or end)
+                assert row.prefill_end == end
+                first_query = self._first_query(request, end)
                 if most <= max(budget, end + 1):
                     first_query = max(budget, end)
                 assert row.first_query == first_query
                 limit = request.num_tokens - 1
                 if not self.gated:
                     limit = min(row.first_query, limit)
-                assert row.num_computed_tokens <= limit
+                assert row.num_computed_tokens <= (0 if chunk else limit)
                 self.transitions[name] = 0
             end = row.num_computed_tokens + row.num_scheduled_tokens
             if self.climbs(request) and not row.stays_dense:
@@ -355,12 +369,43 @@ class Driver:
             assert row.decodes == (row.num_computed_tokens >= row.prefill_end)
             if row.decodes:
                 assert row.num_scheduled_tokens == 1
-                assert row.stays_dense or self.transitions[name] == 1
+                chunk = self.chunks.get(name, self.read[name])
+                chunks = -(-self.read[name] // chunk)
+                assert row.stays_dense or self.transitions[name] == chunks
             else:
+                self._check_chunk(name, row)
                 assert end <= row.prefill_end
                 ends = end == row.prefill_end and not row.stays_dense
                 assert row.is_transition == ends
                 self.transitions[name] += row.is_transition
+
+    def _note_chunk(self, request: Request, budget: int) -> int:
+        """Tokens of a chunk, if the request is read in chunks; else 0."""
+        self.chunks.pop(request.request_id, None)
+        asked = wishes_of(request).get("prefill_chunk", self.prefill_chunk)
+        chunk = -(-max(asked, 2 * budget) // BLOCK_SIZE) * BLOCK_SIZE
+        reads_on = asked and request.num_tokens > chunk
+        if not reads_on or is_full(request):
+            return 0
+        self.chunks[request.request_id] = chunk
+        return chunk
+
+    def _first_query(self, request: Request, end: int) -> int:
+        """The first that scores of a prompt, or a chunk, with this end."""
+        asked = wishes_of(request).get("observation_window", self.window)
+        return max(0, end - (end if asked == "all" else int(asked)))
+
+    def _check_chunk(self, name: str, row: RowPlan) -> None:
+        """A step is within a chunk, and knows what the chunks before have left."""
+        request, chunk = self.scheduler.requests[name], self.chunks.get(name)
+        if chunk is None:
+            assert row.chunk_start == 0
+            return
+        start = row.num_computed_tokens // chunk * chunk
+        assert row.chunk_start == start
+        assert row.prefill_end == min(start + chunk, self.read[name])
+        assert row.first_query == self._first_query(request, row.prefill_end)
+        assert row.scored_from == self._first_query(request, start)
 
     def _check_growth(
         self, name: str, end: int, row: RowPlan, share: float | None

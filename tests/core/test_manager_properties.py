@@ -26,6 +26,7 @@ class Lives(RuleBasedStateMachine):
     window: int | str = 20
     policy = "h2o"
     resident = "model"
+    prefill_chunk = 0
     wishes = st.sampled_from(
         [{}, {"policy": "full"}, {"observation_window": 5}, {"policy": "h2o"}]
         + [{"observation_window": "all"}, {}]
@@ -46,6 +47,7 @@ class Lives(RuleBasedStateMachine):
             self.beside,
             self.policy,
             resident=self.resident,
+            prefill_chunk=self.prefill_chunk,
         )
         self.alive: list[str] = []
         self.refused: list[str] = []
@@ -146,6 +148,22 @@ class QuantizedLives(Lives):
     resident = "int8"
 
 
+class ChunkedLives(AsyncLives):
+    """Longer prompts are read in chunks."""
+
+    prefill_chunk = 40
+    wishes = st.sampled_from(
+        [{}, {"policy": "full"}, {"observation_window": 5}, {"budget": 32}]
+        + [{"prefill_chunk": 0}, {"prefill_chunk": 100}, {"budget": "10%"}]
+    )
+
+
+class ChunkedHybridLives(HybridLives):
+    """The same, beside a group of sliding-window layers."""
+
+    prefill_chunk = 64
+
+
 @pytest.mark.parametrize(
     "machine",
     [
@@ -156,6 +174,8 @@ class QuantizedLives(Lives):
         AllQueriesLives,
         GatedLives,
         QuantizedLives,
+        ChunkedLives,
+        ChunkedHybridLives,
     ],
 )
 def test_pool_adds_up(machine):
@@ -496,3 +516,61 @@ def test_nothing_past_the_prompt_is_published():
     first, last = driver.manager.req_to_blocks[name][:2]
     assert first.block_hash is not None
     assert last.block_hash is None
+
+
+@pytest.mark.parametrize(
+    "wishes, fits",
+    [
+        ({}, True),
+        ({"prefill_chunk": 0}, False),
+        ({"prefill_chunk": 150}, False),
+        ({"prefill_chunk": 100}, True),
+        ({"policy": "full"}, False),
+    ],
+)
+def test_a_prompt_that_is_larger_than_the_pool(wishes, fits):
+    """Is read in chunks; what asks for more room than there is ends alone."""
+    driver = Driver(11, budget=32, prefill_chunk=64)
+    other = driver.add(list(range(100, 130)), 10)
+    name = driver.add(list(range(300, 500)), 20, **wishes)
+    driver.drain()
+    assert len(driver.outputs[other]) == 10
+    if fits:
+        assert len(driver.outputs[name]) == 20
+    else:
+        assert driver.finished[name] == FinishReason.ERROR
+    driver.assert_pool_whole()
+
+
+def test_a_chunk_is_at_least_two_budgets():
+    driver = Driver(64, budget=64, prefill_chunk=16, chunk=500)
+    name = driver.add(list(range(100, 300)), 20, report=True)
+    rows = []
+    for _ in range(3):
+        rows.append(driver.schedule().h2o_plan.rows[name])
+        driver.process()
+    assert [(row.chunk_start, row.prefill_end) for row in rows] == [
+        (0, 128), (128, 200), (128, 200)
+    ]  # fmt: skip
+    assert [row.is_transition for row in rows] == [True, True, False]
+    assert driver.scheduler.h2o_stats.tokens_evicted == 200 - 64 + 1
+    driver.drain()
+    assert driver.reports[name]["tokens_held"] == 64
+
+
+def test_a_prompt_within_a_chunk_is_read_as_without_chunks():
+    """Its steps, its blocks and its hits."""
+    plans = []
+    for prefill_chunk in (0, 128):
+        driver = Driver(64, budget=64, prefill_chunk=prefill_chunk)
+        mine = []
+        for _ in range(2):
+            driver.add(list(range(100, 228)), 20)
+            for _ in range(20):
+                rows = driver.schedule().h2o_plan.rows.values()
+                mine.append([row[:-1] for row in rows])
+                mine.append(sorted(x.block_id for x in driver.pool.blocks if x.ref_cnt))
+                driver.process()
+            driver.drain()
+        plans.append(mine)
+    assert plans[0] == plans[1]

@@ -11,13 +11,14 @@ from vllm_h2o.policy.profile import allocate
 
 pytestmark = pytest.mark.engine
 
-BLOCK, BUDGET, NUM_QUERIES, NUM_TOKENS = 32, 256, 64, 12
+BLOCK, BUDGET, NUM_QUERIES, NUM_TOKENS, CHUNK = 32, 256, 64, 12, 512
 COMMON = Sizes(BUDGET // 2, BUDGET // 2, BLOCK)
 OPTIONS = {
     "kv_policy": "gate",
     "h2o_budget": BUDGET,
     "h2o_recent_ratio": 0.5,
     "h2o_head_budgets": "measure",
+    "h2o_prefill_chunk": CHUNK,
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": True,
 }
@@ -33,13 +34,22 @@ def gated_heads(model, weights):
             self.weights = next(left)
 
         def scored(self, observed):
+            """Of a first chunk expected alone, of a later one beside what it gets."""
+            if self.kept.any():
+                return super().scored(observed)
+            return self.expected(0, observed.shape[1], 0)[0]
+
+        def first_of_chunk(self, start, window):
+            """All of a later chunk's queries count."""
+            return start
+
+        def expected(self, start, n, window):
             """What each token is expected to get, as often as queries are meant."""
-            n = observed.shape[1]
-            tokens = torch.arange(n)
-            keys = model.rope(self.past_keys[:n, None], -tokens)[:, 0]
+            tokens = torch.arange(start, n)
+            keys = model.rope(self.past_keys[start:n, None], -tokens)[:, 0]
             scores = []
             for token, key, value in zip(
-                tokens.tolist(), keys, self.past_values[:n], strict=True
+                tokens.tolist(), keys, self.past_values[start:n], strict=True
             ):
                 units = [x / x.norm() * len(x) ** 0.5 for x in (key, value)]
                 beside = [key.norm(), value.norm(), torch.tensor(float(n - token))]
@@ -50,16 +60,17 @@ def gated_heads(model, weights):
                 scores.append(
                     model.num_heads // model.num_kv_heads * expected * queries
                 )
-            return torch.tensor(scores)
+            return torch.tensor(scores), (n - tokens).clamp(max=NUM_QUERIES)
 
     return GateHead
 
 
 def test_engine_equals_reference():
-    """In chunks, of prompts beyond the budget and of one that fills it later; cold, and
-    with all the hits that stock takes."""
+    """In steps, of prompts beyond the budget and of one that fills it later; cold, and
+    with all the hits that stock takes. The first also in chunks, in the same batch."""
     model, prompts = DenseLlama(ensure_model()), prompts_of(700, 400, 250)
     variant = Variant(NUM_QUERIES, 1, "mean", "token", sinks=0)
+    wishes = [{"prefill_chunk": 0}] * len(prompts)
     with engine(ensure_model(), **OPTIONS) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
         stretched = profile.stretched(2048, BUDGET)
@@ -69,13 +80,14 @@ def test_engine_equals_reference():
         expected = [
             generate(
                 model, prompt, NUM_TOKENS, [variant], COMMON, own,
-                head_class=gated_heads(model, weights),
+                head_class=gated_heads(model, weights), chunk=chunk,
             )[0]
-            for prompt in prompts
+            for prompt, chunk in [*((p, None) for p in prompts), (prompts[0], CHUNK)]
         ]  # fmt: skip
-        assert_equal_densely(llm, prompts, expected)
-        assert_equal_densely(llm, prompts, expected)
+        for _ in range(2):
+            assert_equal_densely(llm, [*prompts, prompts[0]], expected, [*wishes, {}])
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, greedy(NUM_TOKENS), use_tqdm=False)
+        whole = greedy(NUM_TOKENS, extra_args={"h2o": wishes[0]})
+        outputs = llm.generate(inputs, whole, use_tqdm=False)
     hits = [output.num_cached_tokens for output in outputs]
     assert hits == [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts]

@@ -119,11 +119,18 @@ def save_profile(model, num_kv_heads):
     ("budgets", "options"),
     [
         pytest.param("uniform", {}, marks=pytest.mark.slow),
-        ("uniform", {"save": save_lfm2, "compilation_config": ROTATES_ALL_HEADS}),
+        (
+            "uniform",
+            {"save": save_lfm2, "compilation_config": ROTATES_ALL_HEADS}
+            | {"h2o_prefill_chunk": 256},
+        ),
         ("by head", {"save": SINKS}),
         # The budgets of two requests grow.
         ("by head", {"policy": "gate", "budget": "40%", "h2o_min_budget": 64}),
-        ("by request", {"policy": "cake", "h2o_cake_t2": 0.05}),
+        (
+            "by request",
+            {"policy": "cake", "h2o_cake_t2": 0.05, "h2o_prefill_chunk": 256},
+        ),
         # Of whose layers three never get less than the average.
         pytest.param(
             "by request",

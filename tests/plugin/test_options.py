@@ -48,6 +48,8 @@ MODEL = str(SMOLLM2)
         ("observation_window", 1.5, "'all'"),
         ("observation_window", "0%", "'20%'"),
         ("observation_window", "101%", "'20%'"),
+        ("prefill_chunk", -1, "from 0 to 2147483648"),
+        ("prefill_chunk", 2.5, "whole number"),
         ("read", "0%", "'20%'"),
         ("read", 20, "'20%'"),
         ("merge", "key", "none, value"),
@@ -215,6 +217,22 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
             {"kv_policy": "h2o", "h2o_resident_dtype": "int8"}
             | {"h2o_eviction_unit": "block"},
             ["h2o_resident_dtype='int8'", "h2o_eviction_unit='token'", "'model'"],
+        ),
+        *(
+            (
+                {"kv_policy": policy, "h2o_prefill_chunk": 512} | options,
+                ["h2o_prefill_chunk=512", "--h2o-prefill-chunk", needed, given, "or 0"],
+            )
+            for policy, options, needed, given in (
+                ("d2o", {}, "h2o_merge='none'", "'value'"),
+                ("mpcache", {}, "h2o_read='100%'", "'20%'"),
+                (
+                    "h2o",
+                    {"h2o_eviction_unit": "block"},
+                    "h2o_eviction_unit='token'",
+                    "'block'",
+                ),
+            )
         ),
         (
             {"kv_policy": "h2o", "h2o_merge": "value", "h2o_eviction_unit": "block"},
@@ -411,6 +429,7 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
         ("h2o", {"merge": "value"}, "h2o_merge='value'.*on CUDA.*'none'"),
         ("d2o", {}, "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
         ("cake", {}, "h2o_score='cake'.*on CUDA.*mean, sum"),
+        ("h2o", {"prefill_chunk": 512}, "h2o_prefill_chunk=512.*on CUDA.*use 0"),
     ],
 )
 def test_an_option_without_a_kernel_is_refused(preset, options, complaint):
@@ -842,7 +861,7 @@ def test_command_line():
         f"--model {MODEL} --kv-policy h2o --h2o-budget 20% --h2o-recent-ratio 0.25 "
         "--h2o-sinks 3 --h2o-observation-window all --h2o-pooling 1 --h2o-score sum "
         "--h2o-prompt-score attention --h2o-score-decay 0.9 --h2o-read 50% "
-        "--h2o-merge none "
+        "--h2o-merge none --h2o-prefill-chunk 0 "
         "--h2o-eviction-unit block "
         "--h2o-head-budgets uniform"
     )
@@ -851,6 +870,8 @@ def test_command_line():
         score="sum", score_decay=0.9, read="50%", merge="none", eviction_unit="block",
         prompt_score="attention", head_budgets="uniform",
     )  # fmt: skip
+    line = f"--model {MODEL} --kv-policy h2o --h2o-prefill-chunk 2048"
+    assert config_of(line) == H2OConfig(prefill_chunk=2048)
     line = f"--model {MODEL} --kv-policy cake --h2o-cake-gamma 100 --h2o-cake-t1 2"
     expected = replace(PRESETS["cake"], cake_gamma=100.0, cake_t1=2.0, cake_t2=0.5)
     assert config_of(line + " --h2o-cake-t2 0.5") == expected

@@ -53,6 +53,8 @@ def limits_of_share(share="20%", longest=LONGEST, device="cpu"):
             {"h2o": {"observation_window": "ALL"}},
             RequestOptions(observation_window="all"),
         ),
+        ({"h2o_prefill_chunk": 512.0}, RequestOptions(prefill_chunk=512)),
+        ({"h2o": {"prefill_chunk": "0"}}, RequestOptions(prefill_chunk=0)),
         ({"h2o": {"report": True}}, RequestOptions(report=True)),
         ({"h2o_report": 1}, RequestOptions(report=True)),
         ({"h2o_report": 1.0}, RequestOptions(report=True)),
@@ -69,7 +71,7 @@ def limits_of_share(share="20%", longest=LONGEST, device="cpu"):
     ],
 )
 def test_is_read(extra_args, expected):
-    limits = limits_of(H2OConfig(prompt_score="attention"))
+    limits = limits_of(H2OConfig(prompt_score="attention", prefill_chunk=1024))
     assert RequestOptions.parse(extra_args, limits, MOST) == expected
 
 
@@ -81,7 +83,9 @@ def nested(depth):
     return value
 
 
-@pytest.mark.parametrize("option", ["policy", "budget", "observation_window", "report"])
+@pytest.mark.parametrize(
+    "option", ["policy", "budget", "observation_window", "prefill_chunk", "report"]
+)
 def test_any_wish_is_named_in_a_short_message(option):
     limits = limits_of(H2OConfig(prompt_score="attention"))
     absurd = [nested(2000), 10**5000, 10**30, 2**64, float("inf"), float("nan")]
@@ -161,6 +165,20 @@ def test_any_name_of_a_wish_is_named_in_a_short_message():
                 ["h2o_observation_window", "8", "--h2o-prompt-score", "leave it out"],
             )
             for preset in ("gate", "h2o")
+        ),
+        *(
+            ("h2o", {"h2o_prefill_chunk": bad}, [repr(bad), "such as 2048"])
+            for bad in (-1, 1.5, True, "half", [512], float("nan"))
+        ),
+        (
+            "h2o",
+            {"h2o_prefill_chunk": 512},
+            ["h2o_prefill_chunk", "512", "--h2o-prefill-chunk", "leave it out"],
+        ),
+        (
+            "h2o",
+            {"h2o": {"policy": "full", "prefill_chunk": 0}},
+            ["h2o_prefill_chunk", "0", "h2o_policy='full'", "leave it out"],
         ),
         (
             "h2o",

@@ -319,18 +319,64 @@ class Head:
         if n > self.common.budget and n > sizes.budget:
             self.select(n)
 
+    def read_on(self, attention: torch.Tensor) -> None:
+        """Score what is kept and a chunk, and compress them.
+
+        Takes `[group, m, n]` attention of the chunk's queries, the last m of n tokens.
+        A mean is over all queries that have looked at a token; it then stands for those
+        of the chunk's window.
+        """
+        variant, (_, m, n) = self.variant, attention.shape
+        start, born = n - m, torch.arange(n)
+        eligible = self.kept[:n] | (born >= start)
+        window = 0 if variant.window is None else max(0, n - variant.window)
+        first = self.first_of_chunk(start, window)
+        observed = attention[:, first - start :].sum(dim=0)
+        looked = (start - born.clamp(min=self.first_query)).clamp(min=0)
+        looked += n - born.clamp(min=first)
+        got = self.received[:n] * self.decay_of(len(observed)) + self.scored(observed)
+        expected, queries = self.expected(start, n, window)
+        got[start:] += expected
+        looked[start:] += queries
+        if variant.score == "mean":
+            got = got / looked * (n - born.clamp(min=window))
+        self.received[:n], self.first_query = got, window
+        self.kept[:n] = eligible
+        if eligible.sum() > self.sizes.budget:
+            self.select(n, start)
+        else:
+            self.slots[:n] = born
+
+    def first_of_chunk(self, start: int, window: int) -> int:
+        """Position of the first query of a chunk that scores."""
+        return max(start, window)
+
+    def decay_of(self, num_queries: int) -> float:
+        """What old scores are multiplied by."""
+        return self.variant.decay**num_queries
+
+    def expected(self, start: int, n: int, window: int):
+        """What a chunk's tokens have beside, and how many queries' attention it is."""
+        return torch.zeros(n - start), torch.zeros(n - start, dtype=torch.int64)
+
     def scored(self, observed: torch.Tensor) -> torch.Tensor:
         """Scores `[n]` of a prompt by what each of its queries gave, `[m, n]`."""
         ages = torch.arange(len(observed) - 1, -1, -1)
         return (observed * (self.variant.decay**ages)[:, None]).sum(dim=0)
 
-    def select(self, n: int) -> None:
-        """Keep what a head of this size keeps of `n` tokens."""
+    def select(self, n: int, start: int = 0) -> None:
+        """Keep what a head of this size keeps of `n` tokens.
+
+        Of those before `start` it keeps none that it has lost, and these are no
+        neighbours any more.
+        """
         variant, sizes = self.variant, self.sizes
+        lost = ~self.kept[:n] if start else torch.zeros(n, dtype=torch.bool)
         self.kept[:n] = False
-        value = self.scores(n)[:n]
+        value = self.scores(n)[:n].clone()
         if sizes.budget >= self.common.budget:
-            value = self.pooled(value)
+            value[start:] = self.pooled(value[start:])
+        value[lost] = float("-inf")
         unit = sizes.block if variant.unit == "block" else 1
         recent_from = -(-n // unit) * unit - sizes.recent
         self.kept[recent_from:n] = True
@@ -529,11 +575,13 @@ def generate(
     own_sizes: list[list[Sizes]] | None = None,
     forced: list[int] | None = None,
     head_class: type[Head] = Head,
+    chunk: int | None = None,
 ) -> list[Result]:
     """Decode greedily, or through `forced` tokens, under every variant.
 
     `own_sizes` are those of each layer and KV head; `sizes` then is their average,
-    up to which nothing is evicted. `head_class` may score otherwise.
+    up to which nothing is evicted. `head_class` may score otherwise. A prompt is read
+    in chunks of `chunk` tokens, by one variant, or whole.
     """
     n, capacity = len(prompt), len(prompt) + num_tokens
     group = model.num_heads // model.num_kv_heads
@@ -550,26 +598,41 @@ def generate(
         ]
         for v in variants
     ]
-    x = model.embed(torch.tensor(prompt))
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    keys, values = [], []
-    for layer, number in enumerate(model.attending):
-        x = model.before_attention(x, number, reads=True)
-        q, k, v = model.project(x, number, torch.arange(n))
-        logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
-        attention = model.attention(logits, causal, number)
-        mixed = torch.einsum("hqk,khd->qhd", attention, v.repeat_interleave(group, 1))
-        grown = (len(variants), model.num_kv_heads, capacity, model.head_dim)
-        keys.append(torch.zeros(grown))
-        values.append(torch.zeros(grown))
-        keys[-1][:, :, :n] = k.transpose(0, 1)
-        values[-1][:, :, :n] = v.transpose(0, 1)
-        for g in range(model.num_kv_heads):
-            for i in range(len(variants)):
-                heads[i][layer][g].hold(keys[-1][i, g], values[-1][i, g])
-                heads[i][layer][g].meet(0, v[:, g])
-                heads[i][layer][g].read_prompt(attention[g * group : (g + 1) * group])
-        x = model.after_attention(x, mixed, number)
+    shape = (len(variants), model.num_kv_heads, capacity, model.head_dim)
+    keys, values = ([torch.zeros(shape) for _ in model.attending] for _ in range(2))
+    assert chunk is None or len(variants) == 1
+    for start in range(0, n, chunk or n):
+        end = min(start + (chunk or n), n)
+        x = model.embed(torch.tensor(prompt[start:end]))
+        causal = torch.ones(end - start, end, dtype=torch.bool).tril(start)
+        for layer, number in enumerate(model.attending):
+            x = model.before_attention(x, number, reads=True)
+            q, k, v = model.project(x, number, torch.arange(start, end))
+            keys[layer][:, :, start:end] = k.transpose(0, 1)
+            values[layer][:, :, start:end] = v.transpose(0, 1)
+            # Up to a first chunk all variants' are alike.
+            past, content = (
+                of[layer][0, :, :end].repeat_interleave(group, 0)
+                for of in (keys, values)
+            )
+            kept = torch.stack([head.kept[:end] for head in heads[0][layer]])
+            seen = causal & (kept[:, None] | (torch.arange(end) >= start))
+            logits = torch.einsum("qhd,hkd->hqk", q, past) * scale
+            attention = model.attention(
+                logits, seen.repeat_interleave(group, 0), number
+            )
+            mixed = torch.einsum("hqk,hkd->qhd", attention, content)
+            for g in range(model.num_kv_heads):
+                given = attention[g * group : (g + 1) * group]
+                for i in range(len(variants)):
+                    head = heads[i][layer][g]
+                    head.hold(keys[layer][i, g], values[layer][i, g])
+                    head.meet(start, v[:, g])
+                    if start:
+                        head.read_on(given)
+                    else:
+                        head.read_prompt(given)
+            x = model.after_attention(x, mixed, number)
     tokens: list[list[int]] = [[] for _ in variants]
     losses: list[list[float]] = [[] for _ in variants]
     margins = [float("inf") for _ in variants]

@@ -23,6 +23,7 @@ from vllm_h2o.attention.metadata import H2OMetadata
 from vllm_h2o.attention.ops import DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
+from vllm_h2o.attention.reading_on import read_on
 from vllm_h2o.attention.transition import observe_prompt
 from vllm_h2o.core.settings import h2o_config, longest_request
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -193,6 +194,11 @@ class H2OImpl(_StockImpl):
             observe_prompt(
                 query[tokens], self._dense, self._pages, prompt, layer.layer_name,
                 self.h2o, self._params, output[tokens],
+            )  # fmt: skip
+        for row in metadata.reading:
+            read_on(
+                query[row.tokens], self._dense, self._pages, row, layer.layer_name,
+                self.h2o, self._params, output[row.tokens],
             )  # fmt: skip
         if metadata.resident is not None:
             self._decode(

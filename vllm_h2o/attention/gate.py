@@ -33,27 +33,30 @@ class LayerGate:
         pages: Pages,
         blocks: torch.Tensor,
         first_query: int,
+        start: int = 0,
     ) -> None:
         """Write the attention that the window's queries are expected to pay.
 
             attention[t] = group * expected[t] * (n - max(t, first_query))
 
         Args:
-            attention: `[num_kv_heads, n]` float32 of the prompt's tokens, written.
+            attention: `[num_kv_heads, n - start]` float32 of tokens of a prompt that
+                ends at n, written.
             pages: The layer's pages.
             blocks: `[>= cdiv(n, block_size)]` int32 dense blocks of the prompt.
             first_query: Position of the first query that the expectation stands for.
+            start: Position of the first of the tokens, where a block begins.
         """
-        n = attention.shape[1]
+        n = start + attention.shape[1]
         size = pages.block_size * max(1, TOKENS_AT_ONCE // pages.block_size)
-        for first in range(0, n, size):
+        for first in range(start, n, size):
             last = min(first + size, n)
             held = blocks[first // pages.block_size : -(-last // pages.block_size)]
             x = self._features(pages, held.long(), first, last, n)
             at = torch.arange(first, last, device=attention.device)
             queries = n - at.clamp(min=first_query)
             gets = expected(x, self.weights)
-            attention[:, first:last] = self.group * gets * queries
+            attention[:, first - start : last - start] = self.group * gets * queries
 
     def _features(
         self, pages: Pages, held: torch.Tensor, first: int, last: int, n: int

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer
 from vllm_h2o.attention.placements import ALIKE, Budget, GroupPlacements
+from vllm_h2o.attention.reading_on import ReadingRow, chunk_of
 from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.rows import RowTensors, select_rows
 from vllm_h2o.attention.step import StepRows
@@ -41,6 +42,7 @@ class H2OMetadata:
             None.
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
         observed: Prefilling rows with observation queries or their transition.
+        reading: Rows that read later chunks of their prompts.
         resident: The resident rows, or None.
         resident_tokens: `[num_rows]` int64 indices; None: the whole batch, one
             token per row.
@@ -53,6 +55,7 @@ class H2OMetadata:
     stock: Any = None
     stock_tokens: torch.Tensor | None = None
     observed: list[ObservedPrompt] = field(default_factory=list)
+    reading: list[ReadingRow] = field(default_factory=list)
     resident: ResidentRows | None = None
     resident_tokens: torch.Tensor | None = None
     dense: ResidentRows | None = None
@@ -150,8 +153,11 @@ class H2OMetadataBuilder(_Stock):
         metadata = H2OMetadata(self.spec)
         decodes = self.step.decodes(rows)
         if not decodes.all():
-            prompts = np.flatnonzero(~decodes).tolist()
+            reading = ~rows.decodes & (rows.chunk_starts > 0)
+            prompts = np.flatnonzero(~decodes & ~reading).tolist()
             metadata.observed = self._observed(common, rows, prompts)
+            for i in np.flatnonzero(reading).tolist():
+                metadata.reading.append(self._reading(common, rows, i))
             stock = [i for i in prompts if not self._attends(common, rows.row(i))]
             if stock:
                 index = torch.tensor(stock)
@@ -348,6 +354,21 @@ class H2OMetadataBuilder(_Stock):
         """Whether our kernel, which is causal, attends in this step of a prompt."""
         scores = row.mostly_scores and not self.spec.h2o.gated
         return self.attends_observed and scores and common.causal is True
+
+    def _reading(
+        self, common: CommonAttentionMetadata, rows: ResidencyPlan, i: int
+    ) -> ReadingRow:
+        """A row that reads a later chunk."""
+        assert self.step is not None
+        row, request_id = rows.row(i), rows.request_ids[i]
+        table, starts = common.block_table_tensor[i], common.query_start_loc_cpu
+        placement = self.placements.index(request_id, Budget.of(row), True)
+        chunk = chunk_of(
+            row, self.spec.h2o, table[: cdiv(row.prefill_end, self.spec.block_size)],
+            self.resident_pages(table, row.budget), placement,
+        )  # fmt: skip
+        tokens = slice(int(starts[i]), int(starts[i + 1]))
+        return ReadingRow(request_id, self.step.transitions, tokens, row, chunk)
 
     def _observed(
         self, common: CommonAttentionMetadata, rows: ResidencyPlan, prompts: list[int]

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -49,6 +50,17 @@ class ObservedPrompt:
     layers: list[ScoredLayer] = field(default_factory=list)
 
 
+class _Ending(Protocol):
+    """A row whose layers are compressed: `ObservedPrompt`, or one that reads on."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def dense_blocks(self) -> torch.Tensor: ...
+    @property
+    def layers(self) -> list[ScoredLayer]: ...
+
+
 class Transitions:
     """What is due of an engine's requests, and what they need until then.
 
@@ -69,9 +81,7 @@ class Transitions:
         """State of earlier steps of a prompt; each layer takes its own out."""
         return self._partial.setdefault(request_id, {})
 
-    def collect(
-        self, prompt: ObservedPrompt, layer: ScoredLayer, config: H2OConfig
-    ) -> None:
+    def collect(self, row: _Ending, compress: Callable[[], None]) -> None:
         """Take in a layer of a prompt that has ended, and compress it when it is time.
 
         On CPU that is between this step and the next, all layers at once: the first
@@ -80,16 +90,13 @@ class Transitions:
         each layer is compressed at once.
 
         Args:
-            prompt: The row, in its transition step.
-            layer: The layer, with the prompt's state.
-            config: The policy.
+            row: The row, in its transition step, with the layer as its last.
+            compress: Compresses the layers that the row has until then.
         """
-        prompt.layers.append(layer)
-        if not prompt.dense_blocks.is_cpu:
-            compress_prompt(prompt, config)
-        elif len(prompt.layers) == 1:
-            due = self._due.setdefault(prompt.request_id, [])
-            due.append(functools.partial(compress_prompt, prompt, config))
+        if not row.dense_blocks.is_cpu:
+            compress()
+        elif len(row.layers) == 1:
+            self._due.setdefault(row.request_id, []).append(compress)
 
     def run(self) -> None:
         """Run what the last step put off.
@@ -174,8 +181,13 @@ def observe_prompt(
     if prompt.resident_pages is None:
         partial[layer_name] = state
         return
-    layer = ScoredLayer(pages, state, params, dense)
-    prompt.transitions.collect(prompt, layer, config)
+    _collect(prompt, ScoredLayer(pages, state, params, dense), config)
+
+
+def _collect(prompt: ObservedPrompt, layer: ScoredLayer, config: H2OConfig) -> None:
+    prompt.layers.append(layer)
+    compress = functools.partial(compress_prompt, prompt, config)
+    prompt.transitions.collect(prompt, compress)
 
 
 def _compress_by_gate(
@@ -188,8 +200,7 @@ def _compress_by_gate(
     """The transition of a prompt that no query has scored."""
     shape, device = (pages.keys.shape[1], prompt.plan.prefill_end), pages.keys.device
     state = {name: torch.zeros(shape, device=device) for name in pages.state}
-    layer = ScoredLayer(pages, state, params, dense)
-    prompt.transitions.collect(prompt, layer, config)
+    _collect(prompt, ScoredLayer(pages, state, params, dense), config)
 
 
 def compress_prompt(prompt: ObservedPrompt, config: H2OConfig) -> None:

@@ -5,10 +5,12 @@ Everything here follows from token counts; no score reaches the scheduler.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
@@ -17,6 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
 )
 
+from vllm_h2o.policy.chunks import chunk_at, chunk_tokens
 from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import first_observer, place_of
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
@@ -26,9 +29,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
+    from vllm_h2o.core.plan import ResidencyPlan
     from vllm_h2o.core.spec import H2OAttentionSpec
 
 _NEVER_GROWN = 0, 0, 0, 0
+
+
+class _Reading(NamedTuple):
+    """How a request reads on: tokens of a chunk, and its observation window."""
+
+    chunk: int
+    window: int | str | None
 
 
 class H2OManager(FullAttentionManager):
@@ -45,6 +56,10 @@ class H2OManager(FullAttentionManager):
 
     Once the transition step has been processed, the dense blocks are released
     and their columns become null blocks too.
+
+    A prompt longer than a chunk is read in chunks, where prompts are: it has blocks for
+    one, which its dense columns name in turn, and its resident blocks from the first
+    chunk's last step on. These dense blocks are its own, and nothing is published.
 
     A request that can not outgrow its budget, that ends with its first token, or that
     asks for it, stays dense: its row is stock vLLM's to its end, its blocks are shared
@@ -79,6 +94,7 @@ class H2OManager(FullAttentionManager):
         self._budget: dict[str, int] = {}
         self._climb: dict[str, Climb] = {}
         self._growth: dict[str, tuple[int, int, int, int]] = {}
+        self._reading: dict[str, _Reading] = {}
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -114,9 +130,16 @@ class H2OManager(FullAttentionManager):
         climb = climb or self._engines
         budget = climb.budget
         assert budget <= self.budget and not budget % self._block_slots
-        first_query = max(budget, prefill_end)
-        if most_tokens > max(budget, prefill_end + 1):
-            window = options.observation_window
+        first_query, window = max(budget, prefill_end), options.observation_window
+        asked = options.prefill_chunk
+        if asked is None:
+            asked = self.policy.prefill_chunk
+        chunk = chunk_tokens(asked, budget, self.block_size)
+        reads_on = 0 < chunk < prefill_end and not options.is_full
+        if reads_on:
+            self._reading[request_id] = _Reading(chunk, window)
+            first_query = first_observer(self.policy, chunk, window)
+        elif most_tokens > max(budget, prefill_end + 1):
             first_query = first_observer(self.policy, prefill_end, window)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
@@ -124,7 +147,8 @@ class H2OManager(FullAttentionManager):
         if climb.is_fixed:
             self._growth[request_id] = 0, 0, 0, 1
         # By the gate no query has to run for the scores.
-        self._lookup.must_run = prefill_end if self.policy.gated else first_query
+        must_run = prefill_end if self.policy.gated else first_query
+        self._lookup.must_run = 0 if reads_on else must_run
 
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""
@@ -137,6 +161,27 @@ class H2OManager(FullAttentionManager):
     def first_queries(self, request_ids: Iterable[str]) -> list[int]:
         """Position of the first query that scores, of each; see `RowPlan`."""
         return [*map(self._first_query.__getitem__, request_ids)]
+
+    def chunk_end(self, request_id: str, num_computed: int) -> int:
+        """Where a step has to end at the latest that begins at a position."""
+        end = self._prefill_end[request_id]
+        if request_id not in self._reading or num_computed >= end:
+            return sys.maxsize
+        return chunk_at(num_computed, self._reading[request_id].chunk, end).end
+
+    def put_chunks(self, plan: ResidencyPlan, request_ids: Sequence[str]) -> None:
+        """Write into a step's plan which chunk of its prompt each request is in."""
+        if not self._reading:
+            return
+        for i, request_id in enumerate(request_ids):
+            if request_id not in self._reading:
+                continue
+            chunk, window = self._reading[request_id]
+            end = self._prefill_end[request_id]
+            span = chunk_at(int(plan.num_computed_tokens[i]), chunk, end)
+            plan.prefill_ends[i], plan.chunk_starts[i] = span.end, span.start
+            scored = (first_observer(self.policy, n, window) for n in span)
+            plan.scored_from[i], plan.first_queries[i] = scored
 
     def budgets(self, request_ids: Iterable[str]) -> list[int]:
         """Slots of a KV head on average, of each."""
@@ -161,8 +206,11 @@ class H2OManager(FullAttentionManager):
 
     def tokens_held(self, request_id: str, num_tokens: int) -> int:
         """Tokens of a sequence of `num_tokens` that a KV head holds on average."""
-        reads = num_tokens < self._prefill_end[request_id]
-        if reads or self.stays_dense(request_id):
+        end = self._prefill_end[request_id]
+        if num_tokens < end and request_id in self._reading:
+            start = chunk_at(num_tokens, self._reading[request_id].chunk, end).start
+            return min(start, self._budget[request_id]) + num_tokens - start
+        if num_tokens < end or self.stays_dense(request_id):
             return num_tokens
         if self._layout.whole_blocks:
             return self._layout.resident_tokens(num_tokens)
@@ -171,7 +219,8 @@ class H2OManager(FullAttentionManager):
 
     def replay_boundary(self, request_id: str) -> int:
         """Tokens from which a repeat of the prompt can resume; 0: where stock's can."""
-        if self.stays_dense(request_id) or self.policy.gated:
+        reads_on = request_id in self._reading
+        if self.stays_dense(request_id) or self.policy.gated or reads_on:
             return 0
         return self._first_query[request_id] // self.block_size * self.block_size
 
@@ -181,6 +230,8 @@ class H2OManager(FullAttentionManager):
         if self.stays_dense(request_id):
             assert num_tokens <= max(self._budget[request_id], end)
             return cdiv(num_tokens, self.block_size), 0
+        if reading := self._reading.get(request_id):
+            end = reading.chunk
         dense = cdiv(min(num_tokens, end), self.block_size)
         resident = 0
         if num_tokens >= end:
@@ -214,7 +265,9 @@ class H2OManager(FullAttentionManager):
         if self.stays_dense(request_id):
             return held * self.block_size
         if resident <= 0:
-            return min(held * self.block_size, self._prefill_end[request_id] - 1)
+            reading = self._reading.get(request_id)
+            end = reading.chunk if reading else self._prefill_end[request_id]
+            return min(held * self.block_size, end - 1)
         tokens = resident * self._block_slots
         climb = self._climb[request_id]
         return tokens if tokens < climb.budget else climb.serves
@@ -263,7 +316,9 @@ class H2OManager(FullAttentionManager):
                 self._num_resident += 1
                 self._releasing.add(request_id)
             padding = max(self.dense_columns - len(blocks), 0)
-            blocks.extend([self._null_block] * padding)
+            in_turn = request_id in self._reading
+            named = blocks.copy() if in_turn and padding else [self._null_block]
+            blocks.extend(islice(cycle(named), padding))
             blocks.extend(self._new_blocks(resident))
         self._served[request_id] = self._tokens_served(request_id)
         return blocks[start:]
@@ -299,9 +354,24 @@ class H2OManager(FullAttentionManager):
         if processed_computed_tokens < end:
             return
         self._releasing.remove(request_id)
-        last = cdiv(end, self.block_size)
+        self._name_once(request_id)
+        last = self._dense_blocks(request_id)
         self._remove_blocks_in_range(request_id, 0, last)
         self.blocks_freed += last
+
+    def _dense_blocks(self, request_id: str) -> int:
+        """Dense blocks of a request that is resident, or becomes so."""
+        reading = self._reading.get(request_id)
+        end = reading.chunk if reading else self._prefill_end[request_id]
+        return cdiv(end, self.block_size)
+
+    def _name_once(self, request_id: str) -> None:
+        """Name each dense block in one column, before they are freed."""
+        if request_id not in self._reading or not self.is_resident(request_id):
+            return
+        blocks, first = self.req_to_blocks[request_id], self._dense_blocks(request_id)
+        count = self.dense_columns - first
+        blocks[first : self.dense_columns] = [self._null_block] * count
 
     def is_resident(self, request_id: str) -> bool:
         """Whether the request's transition step has been scheduled."""
@@ -314,6 +384,7 @@ class H2OManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Drop the request's state with its blocks."""
+        self._name_once(request_id)
         if self.is_resident(request_id):
             self._num_resident -= 1
             held = len(self.req_to_blocks[request_id])
@@ -325,6 +396,7 @@ class H2OManager(FullAttentionManager):
         self._budget.pop(request_id, None)
         self._climb.pop(request_id, None)
         self._growth.pop(request_id, None)
+        self._reading.pop(request_id, None)
         self._served.pop(request_id, None)
         self._releasing.discard(request_id)
         return super().pop_blocks_for_free(request_id)
@@ -335,6 +407,8 @@ class H2OManager(FullAttentionManager):
         """How many of `num_tokens` tokens have seen all tokens before them."""
         if self.stays_dense(request_id):
             return num_tokens
+        if request_id in self._reading:
+            return 0
         return min(num_tokens, self._prefill_end[request_id])
 
     def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
@@ -376,6 +450,14 @@ class H2OManager(FullAttentionManager):
 
     # --------------------------------------------------------------- integrity
 
+    def owned(self, request_id: str) -> list[KVCacheBlock]:
+        """A request's blocks, each once."""
+        blocks = self.req_to_blocks[request_id]
+        if request_id not in self._reading or not self.is_resident(request_id):
+            return blocks
+        first = self._dense_blocks(request_id)
+        return blocks[:first] + blocks[self.dense_columns :]
+
     def check_counts(self) -> None:
         """Assert that what is counted step by step is what the rows say."""
         held = [name for name, blocks in self.req_to_blocks.items() if blocks]
@@ -391,8 +473,7 @@ class H2OManager(FullAttentionManager):
         """Assert that a request's row has the shape that its counts imply."""
         blocks = self.req_to_blocks[request_id]
         end, budget = self._prefill_end[request_id], self._budget[request_id]
-        dense = cdiv(end, self.block_size)
-        null = self._null_block
+        dense, null = self._dense_blocks(request_id), self._null_block
         assert self._served.get(request_id, 0) <= self._tokens_served(request_id)
         holds_dense = self.is_resident(request_id) and blocks[0] is not null
         assert (request_id in self._releasing) == holds_dense
@@ -405,7 +486,11 @@ class H2OManager(FullAttentionManager):
         prompt, padding = blocks[:dense], blocks[dense : self.dense_columns]
         resident = blocks[self.dense_columns :]
         assert all(b is null for b in prompt) or null not in prompt
-        assert all(b is null for b in padding)
+        named = [null]
+        if holds_dense and request_id in self._reading:
+            named = prompt
+            assert all(b.ref_cnt == 1 and b.block_hash is None for b in prompt)
+        assert padding == [*islice(cycle(named), len(padding))]
         assert 0 < len(resident) <= budget // self._block_slots
         for block in resident:
             assert block.ref_cnt == 1, f"resident block {block} is shared"
@@ -445,7 +530,10 @@ def check_integrity(managers: Iterable[SingleTypeKVCacheManager]) -> None:
         if isinstance(manager, H2OManager):
             manager.check_counts()
         for request_id, blocks in manager.req_to_blocks.items():
-            owners.update(b.block_id for b in blocks if b is not null)
+            owned = blocks
+            if isinstance(manager, H2OManager):
+                owned = manager.owned(request_id)
+            owners.update(b.block_id for b in owned if b is not null)
             if isinstance(manager, H2OManager) and blocks:
                 manager.check_request(request_id)
     free = {b.block_id for b in pool.free_block_queue.get_all_free_blocks()}

@@ -29,7 +29,7 @@ class StepReport:
     Increments, because vLLM gives each report to one front end of possibly several.
 
     Attributes:
-        transitions: Prompts compressed.
+        transitions: Prompts compressed, or chunks of them.
         evicted_tokens: Tokens evicted, per layer and head.
         freed_dense_blocks: Dense blocks released by transitions.
         dense_blocks: Blocks of the pool in use that are not resident ones, now.

@@ -17,6 +17,7 @@ class RowPlan(NamedTuple):
         num_computed_tokens: Tokens computed before this step.
         num_scheduled_tokens: Tokens of this step.
         prefill_end: Tokens that are computed densely: all, if the request asks for it.
+            Of a prompt that is read in chunks, where the chunk ends.
         first_query: Position of the first query that scores; the budget or
             `prefill_end` if none has to, because the request ends within that.
         budget: Slots of a KV head on average.
@@ -26,6 +27,9 @@ class RowPlan(NamedTuple):
         grown_before: Tokens of the sequence when that had grown; 0: it had not.
         is_fixed: Whether the request has asked for this budget, in tokens; else it
             is on the engine's ladder.
+        chunk_start: Tokens of the sequence when it was last compressed, where its
+            prompt goes on beside what is held of them; 0: it is read densely.
+        scored_from: Position of the first query that has scored what is then held.
     """
 
     num_computed_tokens: int
@@ -37,6 +41,8 @@ class RowPlan(NamedTuple):
     grown_from: int = 0
     grown_before: int = 0
     is_fixed: int = 0
+    chunk_start: int = 0
+    scored_from: int = 0
 
     @property
     def stays_dense(self) -> bool:
@@ -79,7 +85,7 @@ class ResidencyPlan:
 
     Attributes:
         request_ids: The scheduled requests.
-        counts: `[9, num_requests]` int64, the fields of `RowPlan` by request.
+        counts: `[11, num_requests]` int64, the fields of `RowPlan` by request.
         stats: The counters by name.
         restarted: Requests whose prompt is going to be read again, though they neither
             finished nor were preempted: sessions that got their next turn.
@@ -136,6 +142,16 @@ class ResidencyPlan:
     def is_fixed(self) -> np.ndarray:
         """`[num_requests]` 0 or 1, see `RowPlan`."""
         return self.counts[8]
+
+    @property
+    def chunk_starts(self) -> np.ndarray:
+        """`[num_requests]` tokens of each when last compressed, see `RowPlan`."""
+        return self.counts[9]
+
+    @property
+    def scored_from(self) -> np.ndarray:
+        """`[num_requests]` position of the first query that had scored it."""
+        return self.counts[10]
 
     @property
     def decodes(self) -> np.ndarray:

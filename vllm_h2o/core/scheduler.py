@@ -20,6 +20,7 @@ from vllm_h2o.core.metrics import Reporter
 from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.policy.chunks import chunk_tokens
 from vllm_h2o.policy.config import INT8
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.presets import FULL
@@ -59,6 +60,9 @@ class H2OScheduler(AsyncScheduler):
             for manager in managers:
                 if isinstance(manager.kv_cache_spec, AttentionSpec):
                     manager._record_new_block_ids = True
+        self._aligns_states = self.need_mamba_block_aligned_split
+        # vLLM asks where steps have to end; see `_mamba_block_aligned_split`.
+        self.need_mamba_block_aligned_split |= self._spec.h2o.prefill_chunk > 0
         self._layout = self._spec.layout
         device = self.vllm_config.device_config.device_type
         self._limits = self._spec.limits(device)
@@ -88,7 +92,8 @@ class H2OScheduler(AsyncScheduler):
             super().add_request(request)  # a streaming session says that it ends
             return
         try:
-            self._options_of(request, self._most_tokens(request))
+            most = self._most_tokens(request)
+            self._check_room(self._options_of(request, most), most)
         except ValueError as error:
             logger.error("Request %s ends at once: %s", request.request_id, error)
             request.sampling_params = params = copy.copy(request.sampling_params)
@@ -110,6 +115,30 @@ class H2OScheduler(AsyncScheduler):
         if not extra_args:
             return DEFAULTS
         return RequestOptions.parse(extra_args, self._limits, most_tokens)
+
+    def _check_room(self, options: RequestOptions, most_tokens: int) -> None:
+        """Raise ValueError for a request that the pool will never hold.
+
+        Where prompts are read in chunks it may be smaller than the longest request that
+        keeps all of its tokens.
+        """
+        asked, spec = options.prefill_chunk, self._spec
+        if not spec.h2o.prefill_chunk or not (options.is_full or asked is not None):
+            return
+        option, value, at_once, slots = "policy", options.policy, most_tokens, 0
+        if not options.is_full:
+            option, value, slots = "prefill_chunk", str(asked), self._most
+            chunk = chunk_tokens(asked or 0, slots, spec.block_size)
+            at_once = min(chunk or most_tokens, most_tokens)
+        needed = cdiv(at_once, spec.block_size) + slots // spec.block_slots
+        needed = needed * len(self.h2o_managers) + self._blocks_of_others()
+        usable = self.kv_cache_config.num_blocks - 1
+        if needed > usable:
+            raise ValueError(
+                f"h2o_{option} of this request is {value!r}: of {most_tokens} tokens "
+                f"{at_once} are held at once, in {needed} blocks, and the pool has "
+                f"{usable}: leave it out, or use fewer tokens"
+            )
 
     def _most_tokens(self, request: Request) -> int:
         return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
@@ -135,17 +164,20 @@ class H2OScheduler(AsyncScheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """End a prompt's step where a repeat resumes too: a state is kept at ends only.
+        """End a prompt's step where a chunk ends that is compressed, and where a repeat
+        resumes: a state is kept at ends only.
 
         vLLM keeps one at the prompt's last whole block, behind which the queries that
         score may have begun.
         """
         computed = num_new_local_computed_tokens, num_external_computed_tokens
-        num_tokens = super()._mamba_block_aligned_split(
-            request, num_new_tokens, *computed
-        )
         start = request.num_computed_tokens + sum(computed)
-        resumes = self.h2o_managers[0].replay_boundary(request.request_id)
+        manager, name = self.h2o_managers[0], request.request_id
+        num_tokens = min(num_new_tokens, manager.chunk_end(name, start) - start)
+        if not self._aligns_states:
+            return num_tokens
+        num_tokens = super()._mamba_block_aligned_split(request, num_tokens, *computed)
+        resumes = manager.replay_boundary(name)
         return resumes - start if start < resumes < start + num_tokens else num_tokens
 
     def update_from_output(self, scheduler_output, model_runner_output):
@@ -235,10 +267,11 @@ class H2OScheduler(AsyncScheduler):
         )
         plan.counts[: len(counts)] = counts
         if growths := manager.growths(request_ids):
-            plan.counts[len(counts) :] = growths
+            plan.counts[len(counts) : len(counts) + len(growths)] = growths
         plan.restarted, self._restarted = self._restarted, []
         # schedule() has already advanced num_computed_tokens past this step.
         plan.counts[0] -= plan.num_scheduled_tokens
+        manager.put_chunks(plan, request_ids)
         return plan
 
     def finish_requests(self, request_ids, finished_status):
@@ -299,6 +332,12 @@ class H2OScheduler(AsyncScheduler):
         reading = f", reading {config.read}" if config.reads_part else ""
         merging = f", merging {config.merge}s" if config.merges else ""
         rounded = f" in {INT8}" if config.quantizes else ""
+        chunks = ""
+        if tokens := chunk_tokens(config.prefill_chunk, most, spec.block_size):
+            chunks = (
+                f"Prompts are read {min(tokens, self.max_model_len)} tokens at once. "
+            )
+            full = tokens // spec.block_size + blocks
         budget = f"budget {most} tokens"
         ladder = self._limits.ladder
         if len(ladder.budgets) > 1:
@@ -312,7 +351,7 @@ class H2OScheduler(AsyncScheduler):
             f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
             f"score {config.score}{decay}, "
-            f"{observing}{reading}{merging}. After its prompt a request "
+            f"{observing}{reading}{merging}. {chunks}After its prompt a request "
             f"holds at most {most} KV tokens (stock: {self.max_model_len}); "
             "the pool of "
             f"{usable} blocks fits {resident} such requests, or "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
+from vllm_h2o.policy.chunks import chunk_tokens
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.geometry import BlockCut, ResidentBlock, bytes_of_page
 from vllm_h2o.policy.layout import SlotLayout
@@ -160,7 +161,8 @@ class H2OAttentionSpec(FullAttentionSpec):
         longest = vllm_config.model_config.max_model_len
         limits = self.limits(vllm_config.device_config.device_type)
         budget = limits.climb(None, longest, longest).budget
-        blocks = cdiv(longest, self.block_size)
+        chunk = chunk_tokens(self.h2o.prefill_chunk, budget, self.block_size)
+        blocks = cdiv(min(longest, chunk or longest), self.block_size)
         if longest > budget:
             blocks += budget // self.block_slots
         return blocks * self.page_size_bytes

@@ -22,7 +22,7 @@ class H2OStats:
     """Counters since the engine started.
 
     Attributes:
-        transitions: Prompts compressed (again after a preemption).
+        transitions: Prompts compressed (again after a preemption), or chunks of them.
         tokens_evicted: Tokens of sequences no longer held, per layer and head.
         blocks_freed: Dense blocks released by transitions.
         blocks_in_use: Blocks of the pool held by requests, at the last step.
@@ -60,7 +60,8 @@ class H2OStats:
         self.preemptions += len(output.preempted_req_ids or ())
 
     def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:
-        held, ends, budgets = layout.resident_tokens, plan.prefill_ends, plan.budgets
+        tokens_held, ends = layout.resident_tokens, plan.prefill_ends
+        budgets = plan.budgets
         computed, scheduled = plan.num_computed_tokens, plan.num_scheduled_tokens
         compressed = plan.first_queries < ends  # else it stays dense
         # A request that decodes has one token.
@@ -70,13 +71,15 @@ class H2OStats:
         self.tokens_evicted += int(np.count_nonzero(evicting))
         if layout.whole_blocks:
             for before in computed[evicting].tolist():
-                self.tokens_evicted -= held(before + 1) - held(before)
+                self.tokens_evicted -= tokens_held(before + 1) - tokens_held(before)
         ending = compressed & ~plan.decodes & (computed + scheduled >= ends)
         self.transitions += int(np.count_nonzero(ending))
-        self.tokens_evicted += int(np.maximum(ends - budgets, 0)[ending].sum())
+        held = np.minimum(plan.chunk_starts, budgets)
+        new = ends - plan.chunk_starts
+        self.tokens_evicted += int(np.maximum(held + new - budgets, 0)[ending].sum())
         if layout.whole_blocks:  # all with its budget
             for end in ends[ending].tolist():
-                self.tokens_evicted += min(end, layout.budget) - held(end)
+                self.tokens_evicted += min(end, layout.budget) - tokens_held(end)
 
     def as_dict(self) -> dict[str, int]:
         """The counters by name."""

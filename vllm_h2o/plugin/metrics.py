@@ -43,7 +43,7 @@ _PREFIX = "h2o_"
 
 # Named as the fields of `StepReport`; Prometheus adds `_total` to counters.
 COUNTERS = {
-    "transitions": "Prompts compressed, again after a preemption.",
+    "transitions": "Prompts compressed, or chunks of them; again after a preemption.",
     "evicted_tokens": "Tokens no longer held, per layer and KV head.",
     "freed_dense_blocks": "Dense blocks that compressed prompts gave back.",
 }

@@ -51,6 +51,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     _check_classes(vllm_config)
     _drop_idle_window(vllm_config)
     _check_model(vllm_config)
+    _check_chunks(vllm_config, config)
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
     _check_kernel(vllm_config, config)
@@ -136,6 +137,14 @@ def _check_model(vllm_config: VllmConfig) -> None:
     ):
         fix = "drop it: this model has layers with a window or a state of their own"
         _refuse("--disable-hybrid-kv-cache-manager", True, fix)
+
+
+def _check_chunks(vllm_config: VllmConfig, config: H2OConfig) -> None:
+    model = vllm_config.model_config
+    if config.prefill_chunk and model.is_mm_prefix_lm:
+        # A chunk's end may lie within an image, whose tokens see each other.
+        fix = "drop --h2o-prefill-chunk: this model reads images in both directions"
+        _refuse("--h2o-prefill-chunk", config.prefill_chunk, fix)
 
 
 def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
@@ -260,6 +269,11 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
         raise ValueError(
             f"h2o_resident_dtype={INT8!r} (--h2o-resident-dtype) {reference}, or use "
             f"{MODEL!r}"
+        )
+    if config.prefill_chunk and Capability.CHUNKS not in capabilities:
+        raise ValueError(
+            f"h2o_prefill_chunk={config.prefill_chunk} (--h2o-prefill-chunk) "
+            f"{reference}, or use 0"
         )
     asked = [("read", "100%")] * config.reads_part + [("merge", "none")] * config.merges
     for option, off in asked:

@@ -45,6 +45,8 @@ class H2OConfig:
         budget: Token slots per request, an `int`, or a percentage such as `"20%"` of
             what the request has (`vllm_h2o.policy.ladder`). Rounded up to whole blocks.
         min_budget: Token slots of a request at least, where the budget is a percentage.
+        prefill_chunk: Tokens of a prompt that are read at once, beside what is held of
+            those before them (`vllm_h2o.policy.chunks`); 0: prompts are read whole.
         recent_ratio: Share of the budget that the recent window takes, rounded
             to whole blocks, at least one for either part. 1.0: no heavy set,
             only sinks and recent tokens.
@@ -91,6 +93,13 @@ class H2OConfig:
     )
     min_budget: int = option(
         256, "Token slots per request at least, where the budget is a percentage.", int
+    )
+    prefill_chunk: int = option(
+        0,
+        "Tokens of a prompt that are read at once: of a longer one each chunk is read "
+        "beside what is held of those before it, so that it takes no more memory than "
+        "a chunk and a budget; 0: prompts are read whole.",
+        int,
     )
     recent_ratio: float = option(
         0.35,
@@ -175,6 +184,7 @@ class H2OConfig:
         if self.pooling % 2 == 0:
             raise bad("pooling", self.pooling, "use an odd width, 1 for none")
         check_int("min_budget", self.min_budget, 1, MOST_TOKENS)
+        check_int("prefill_chunk", self.prefill_chunk, 0, MOST_TOKENS)
         check_choice("score", self.score, tuple(METHODS))
         check_choice("prompt_score", self.prompt_score, _PROMPT_SCORES)
         check_choice("eviction_unit", self.eviction_unit, _UNITS)
@@ -215,6 +225,11 @@ class H2OConfig:
             raise ValueError(
                 f"h2o_resident_dtype={INT8!r} (--h2o-resident-dtype) needs {why}, or "
                 f"{MODEL!r}"
+            )
+        if self.prefill_chunk and (why := self._why_not_in_chunks()):
+            raise ValueError(
+                f"h2o_prefill_chunk={self.prefill_chunk} (--h2o-prefill-chunk) needs "
+                f"{why}, or 0"
             )
         if self.recent_ratio == 1.0 and self.eviction_unit == "block":
             raise ValueError(
@@ -277,6 +292,18 @@ class H2OConfig:
         if self.eviction_unit == "block":
             unit = shown(self.eviction_unit)
             return f"h2o_eviction_unit='token', not {unit}: use this"
+        return ""
+
+    def _why_not_in_chunks(self) -> str:
+        """What reading in chunks needs in place of what is there; or nothing."""
+        needed = {
+            "eviction_unit": ("token", self.eviction_unit),
+            "merge": ("none", self.merge),
+            "read": ("100%", self.read),
+        }
+        for option_, (value, given) in needed.items():
+            if given != value:
+                return f"h2o_{option_}={value!r}, not {shown(given)}: use this"
         return ""
 
     @property

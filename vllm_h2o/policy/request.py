@@ -11,7 +11,14 @@ from typing import Any
 from vllm_h2o.policy.config import ATTENTION, H2OConfig
 from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.options import parse_budget, parse_window, part_of, share_of, shown
+from vllm_h2o.policy.options import (
+    MOST_TOKENS,
+    parse_budget,
+    parse_window,
+    part_of,
+    share_of,
+    shown,
+)
 from vllm_h2o.policy.presets import FULL
 
 KEY = "h2o"
@@ -111,12 +118,15 @@ class RequestOptions:
             whole blocks.
         observation_window: How many of its last prompt queries score its prompt, see
             `H2OConfig.observation_window`.
+        prefill_chunk: Tokens of its prompt that are read at once, see
+            `H2OConfig.prefill_chunk`; 0: it is read whole.
         report: Whether its answer comes with what it got.
     """
 
     policy: str | None = None
     budget: int | str | None = None
     observation_window: int | str | None = None
+    prefill_chunk: int | None = None
     report: bool = False
 
     @property
@@ -154,7 +164,8 @@ class RequestOptions:
         options._check_policy(limits.config)
         budget = options._parsed_budget(limits, most_tokens)
         window = options._parsed_window(limits.config)
-        return cls(options.policy, budget, window, options._parsed_report())
+        chunk = options._parsed_chunk(limits.config)
+        return cls(options.policy, budget, window, chunk, options._parsed_report())
 
     def _check_policy(self, config: H2OConfig) -> None:
         if self.policy not in (None, FULL, config.policy):
@@ -227,6 +238,28 @@ class RequestOptions:
                 window,
                 f"it has no effect, as {why}: leave it out",
             )
+        return parsed
+
+    def _parsed_chunk(self, config: H2OConfig) -> int | None:
+        asked: Any = self.prefill_chunk
+        if asked is None:
+            return None
+        try:
+            parsed = int(asked)
+            whole = float(asked) == parsed and not isinstance(asked, bool)
+        except (ValueError, TypeError, OverflowError):
+            parsed, whole = -1, False
+        if not whole or not 0 <= parsed <= MOST_TOKENS:
+            fix = "use a number of prompt tokens such as 2048, 0 to read it whole"
+            raise _bad("prefill_chunk", asked, fix)
+        why = ""
+        if self.is_full:
+            why = f"{KEY}_policy={FULL!r} keeps all tokens"
+        elif not config.prefill_chunk:
+            why = "it needs an engine that was started with --h2o-prefill-chunk"
+        if why:
+            fix = f"it has no effect, as {why}: leave it out"
+            raise _bad("prefill_chunk", asked, fix)
         return parsed
 
     def _parsed_report(self) -> bool:

@@ -16,6 +16,7 @@ def select_residents(
     pooling: int,
     layout: SlotLayout,
     pool: Callable[[torch.Tensor, int], torch.Tensor] = max_pool,
+    gone: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the resident tokens of a prompt, per KV head.
 
@@ -23,14 +24,17 @@ def select_residents(
     highest scores among what is older, ties to the lower position.
 
     Args:
-        scores: `[num_kv_heads, n]` float32 of the prompt's tokens.
+        scores: `[num_kv_heads, n]` float32 of the tokens, in the order of their
+            positions: a prompt's, or those that are held and a chunk's.
         pooling: Width (odd) of the pool over neighbouring positions; 1: none.
         layout: The slots.
         pool: How neighbours share their scores.
+        gone: Tokens of the sequence that are not among these, none of them recent.
 
     Returns:
-        `(positions, slots)`: `[num_kv_heads, m]` int64 token positions, and
-        `[m]` int64 slots, the same for every head, `m` the resident tokens.
+        `(positions, slots)`: `[num_kv_heads, m]` int64 indices of tokens, their
+        positions if none is gone, and `[m]` int64 slots, the same for every head, `m`
+        the resident tokens.
     """
     num_kv_heads, num_tokens = scores.shape
     everything = torch.arange(num_tokens, device=scores.device)
@@ -39,7 +43,7 @@ def select_residents(
     ring_start = _ring_start(layout, num_tokens)
     recent = everything[ring_start:]
     recent_slots = (
-        layout.heavy_slots + (recent - layout.heavy_slots) % layout.recent_slots
+        layout.heavy_slots + (recent + gone - layout.heavy_slots) % layout.recent_slots
     )
     if pooling > 1:
         scores = pool(scores, pooling)

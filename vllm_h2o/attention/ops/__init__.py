@@ -11,6 +11,7 @@ import torch
 
 from vllm_h2o.attention.ops.contract import Capability, Kernels
 from vllm_h2o.attention.ops.types import (
+    Chunk,
     DecodeParams,
     Kept,
     ResidentRows,
@@ -19,7 +20,7 @@ from vllm_h2o.attention.ops.types import (
 from vllm_h2o.policy.options import shown
 
 __all__ = [
-    "KERNELS", "Capability", "DecodeParams", "Kept", "Kernels", "ResidentRows",
+    "KERNELS", "Capability", "Chunk", "DecodeParams", "Kept", "Kernels", "ResidentRows",
     "ScoredLayer", "kernels_of", "named_kernels",
 ]  # fmt: skip
 

@@ -8,7 +8,12 @@ from typing import Protocol
 
 import torch
 
-from vllm_h2o.attention.ops.types import DecodeParams, ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops.types import (
+    Chunk,
+    DecodeParams,
+    ResidentRows,
+    ScoredLayer,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import State
@@ -27,6 +32,8 @@ class Capability(Enum):
     """Methods with rules of their own for prompts, which torch runs."""
     REQUEST = "request"
     """Head budgets that each request shares out (`H2OConfig.head_budgets`)."""
+    CHUNKS = "chunks"
+    """Prompts that are read in chunks (`H2OConfig.prefill_chunk`)."""
     TORCH = "torch"
     """Every method by its own torch code, whatever its form; all of this at once."""
 
@@ -223,5 +230,55 @@ class Kernels(Protocol):
 
         Raises:
             ValueError: A dtype or head size that no kernel has.
+        """
+        ...
+
+    def read_on(
+        self,
+        query: torch.Tensor,
+        first_position: int,
+        dense: Pages,
+        pages: Pages,
+        chunk: Chunk,
+        state: State,
+        params: DecodeParams,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend to what is held and, causally, to the chunk; score both.
+
+        Where nothing has been evicted this is attention to the whole prompt.
+
+        Args:
+            query: `[m, num_heads, head_size]`, queries at positions
+                `first_position ..+ m` of the chunk, after RoPE.
+            first_position: Position of `query[0]`; chunks may be read in steps.
+            dense: The layer's pages that the chunk's tokens are in, up to the last
+                query's, read only.
+            pages: Those of resident blocks, read only.
+            chunk: The chunk.
+            state: What the chunk's steps so far have made of it; empty in its first.
+                Afterwards `[num_kv_heads, held + chunk.end - chunk.start]` for each of
+                the method's fields: of slots, as many as the head with the most holds,
+                then of the chunk's tokens.
+            params: The layer's constants.
+            output: `[m, num_heads, head_size]`, written.
+        """
+        ...
+
+    def compress_chunk(
+        self, layers: Sequence[ScoredLayer], chunk: Chunk, config: H2OConfig
+    ) -> None:
+        """Select what each KV head keeps of its tokens and the chunk's, into its slots.
+
+        They are laid out as by the transition of a prompt that ends with the chunk, of
+        which a head has lost what it does not hold: the recent ones by position in the
+        ring, the others by score. Of neighbours only the chunk's share their scores.
+
+        Args:
+            layers: The layers, each with the state that `read_on` has left. What the
+                gate expects of the chunk's tokens, if there is one, counts beside what
+                they have got.
+            chunk: The chunk, all of which has been read.
+            config: The policy.
         """
         ...

@@ -6,12 +6,13 @@ A whole engine runs on it with `VLLM_H2O_KERNELS=reference`, slowly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from vllm_h2o.attention.ops.chunks import compress_chunk, read_on
 from vllm_h2o.attention.ops.contract import Capability
+from vllm_h2o.attention.ops.resident import Resident, quantized, tokens_of
 from vllm_h2o.attention.ops.types import (
     DecodeParams,
     Kept,
@@ -19,16 +20,19 @@ from vllm_h2o.attention.ops.types import (
     ScoredLayer,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import UNIFORM
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import SlotLayout, place_of
+from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.merging import NO_THRESHOLD, merged
 from vllm_h2o.policy.methods import Queries, State
 from vllm_h2o.policy.prompt_attention import tiles
-from vllm_h2o.policy.quantization import dequantize, quantize
 from vllm_h2o.policy.selection import select_residents
 from vllm_h2o.policy.softmax import attention_of
-from vllm_h2o.policy.sparse_read import pages_read
+
+__all__ = [
+    "CAPABILITIES", "FORMS", "attend_observed", "compress_chunk", "copy_kept",
+    "decode_resident", "merge_dropped", "observe", "order_rings", "put_merged",
+    "read_on", "score_by_gate", "select", "start", "transition",
+]  # fmt: skip
 
 FORMS = frozenset({"sum", "mean"})
 CAPABILITIES = frozenset(Capability)
@@ -53,7 +57,7 @@ def decode_resident(
             output[row] = 0
             continue
         for head in range(num_kv_heads):
-            resident = _Resident(pages, rows, row, head, params)
+            resident = Resident(pages, rows, row, head, params)
             lost = resident.graduate()
             resident.write(key[row, head], value[row, head])
             heads = slice(head * group, (head + 1) * group)
@@ -141,12 +145,12 @@ def copy_kept(
         merges = merge_dropped(layer.source, blocks, kept, state)
     for head, held in enumerate(kept.positions >= 0):
         positions, slots = kept.positions[head, held], kept.slots[head, held]
-        tokens = _tokens(layer.source, blocks, head, positions)
+        tokens = tokens_of(layer.source, blocks, head, positions)
         if pages.quantized and not layer.source.quantized:
             tokens = quantized(tokens["keys"], tokens["values"])
         tokens["births"] = positions.int()
         tokens |= {name: state[name][head, positions] for name in pages.state}
-        target = _Resident(pages, rows, 0, head, params)
+        target = Resident(pages, rows, 0, head, params)
         for what, content in tokens.items():
             target.put(what, slots, content)
     if merges is not None:
@@ -168,7 +172,7 @@ def order_rings(
     )
     for layer in layers:
         for head in range(layer.pages.keys.shape[1]):
-            _Resident(layer.pages, rows, 0, head, layer.params).order_ring()
+            Resident(layer.pages, rows, 0, head, layer.params).order_ring()
 
 
 def _rows_of_slots(blocks: torch.Tensor, placement: int) -> ResidentRows:
@@ -203,7 +207,7 @@ def merge_dropped(
         tokens = [
             part.float()
             for which in (held, dropped)
-            for part in _tokens(pages, blocks, head, which).values()
+            for part in tokens_of(pages, blocks, head, which).values()
         ]
         keys, values, lost_keys, lost_values = tokens
         merges.append(merged(keys, values, lost_keys, lost_values, threshold=None))
@@ -221,34 +225,12 @@ def put_merged(
     """Overwrite the values of what was kept; arguments as of `copy_kept`."""
     rows = _rows_of_slots(target_blocks, placement)
     for head, (values, threshold) in enumerate(merges):
-        target = _Resident(pages, rows, 0, head, params)
+        target = Resident(pages, rows, 0, head, params)
         if values is not None:
             slots = kept.slots[head]
             target.put("values", slots[slots >= 0], values.to(pages.values.dtype))
         thresholds, at = target.threshold()
         thresholds[at] = threshold
-
-
-def _tokens(
-    pages: Pages, blocks: torch.Tensor, head: int, positions: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Keys and values `[n, head_size]` of a KV head by position, as pages have them."""
-    block, i = blocks[positions // pages.block_size], positions % pages.block_size
-    tokens = {what: _part(pages, what)[block, head, i] for what in _scales_of(pages)}
-    keys, values = pages.keys[block, head, :, i], pages.values[block, head, i]
-    return {"keys": keys, "values": values, **tokens}
-
-
-def quantized(keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Keys and values `[n, head_size]` as int8 pages have them, by part."""
-    parts = zip(("key", "value"), (keys, values), strict=True)
-    rounded = {name: quantize(vectors) for name, vectors in parts}
-    steps = {f"{name}s": steps for name, (steps, _) in rounded.items()}
-    return steps | {f"{name}_scales": scales for name, (_, scales) in rounded.items()}
-
-
-def _scales_of(pages: Pages) -> tuple[str, ...]:
-    return ("key_scales", "value_scales") if pages.quantized else ()
 
 
 def start(
@@ -328,211 +310,3 @@ def attend_observed(
     probs = attention_of(logits, unseen, softcap=params.softcap, sink=sink)
     attended = torch.einsum("ghqt,gtd->qghd", probs, values)
     output.copy_(attended.flatten(1, 2))
-
-
-def _part(pages: Pages, what: str) -> torch.Tensor:
-    """Keys, values, births or scales of all pages, or one of the method's fields."""
-    return pages.state[what] if what in pages.state else getattr(pages, what)
-
-
-class _Resident:
-    """The slots of one request in one KV head."""
-
-    def __init__(
-        self,
-        pages: Pages,
-        rows: ResidentRows,
-        row: int,
-        head: int,
-        params: DecodeParams,
-    ) -> None:
-        self.head, self.params = head, params
-        self.position = int(rows.positions[row])
-        self.first_query = int(rows.first_queries[row])
-        num_kv_heads = pages.keys.shape[1]
-        placement = UNIFORM if rows.placements is None else int(rows.placements[row])
-        self.layout = params.layouts_of(placement, num_kv_heads)[head]
-        self.pages, self.blocks = pages, rows.block_table[row].long()
-        self.lent = placement != UNIFORM
-        blocks = self.blocks.tolist()
-        self.places = [(pages, block) for block in blocks]
-        if self.lent and (own := params.placements):
-            # A request below its budget has no block yet for a head's last pages.
-            held = takewhile(
-                lambda page: page.column < len(blocks), own.pages(placement)[head]
-            )
-            self.places = [
-                (own.layers[page.layer], blocks[page.column]) for page in held
-            ]
-        grown_at = 0 if rows.grown_at is None else int(rows.grown_at[row])
-        before = self.layout.budget
-        if grown_at:
-            assert params.placements is not None
-            before = params.placements.held(placement, head)
-        self.place = place_of(self.position, grown_at, before)
-        self.slot = self.layout.slot(self.place)
-
-    @property
-    def scores_now(self) -> bool:
-        """Whether this query scores."""
-        return self.position >= self.first_query
-
-    def page(self, what: str, number: int) -> torch.Tensor:
-        """View `[block_size, ...]` of a part of a page: `keys`, `values`, `births`,
-        scales, or of a field."""
-        pages, block = self.places[number]
-        mine = _part(pages, what)[block, self.head]
-        return mine.T if what == "keys" else mine
-
-    def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
-        """Copy of the slots' content, `[n, ...]`."""
-        if self.lent:
-            pages = [self.page(what, number) for number in range(len(self.places))]
-            return torch.cat(pages)[slots]
-        mine = _part(self.pages, what)[self.blocks, self.head]
-        tokens = mine.transpose(1, 2) if what == "keys" else mine
-        return tokens.flatten(0, 1)[slots]
-
-    def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
-        """Overwrite the slots' content."""
-        numbers, size = slots // self.layout.block_size, self.layout.block_size
-        for number in numbers.unique().tolist():
-            mine = numbers == number
-            self.page(what, number)[slots[mine] % size] = content[mine]
-
-    def scores(self, slots: torch.Tensor) -> torch.Tensor:
-        """What the tokens in these slots are compared by."""
-        births = self.get("births", slots)
-        queries = Queries(births, self.first_query, self.position)
-        return self.params.method.score(self.state(slots), queries)
-
-    def state(self, slots: torch.Tensor) -> State:
-        """Copy of what the method keeps of these slots."""
-        return {name: self.get(name, slots) for name in self.params.method.fields}
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy tokens between slots, as they are."""
-        scales, fields = _scales_of(self.pages), self.params.method.fields
-        for what in ("keys", "values", "births", *scales, *fields):
-            self.put(what, target, self.get(what, source))
-
-    def vectors(self, what: str, slots: torch.Tensor) -> torch.Tensor:
-        """The slots' `keys` or `values`, `[n, head_size]` float32."""
-        content = self.get(what, slots)
-        if not self.pages.quantized:
-            return content.float()
-        return dequantize(content, self.get(f"{what[:-1]}_scales", slots))
-
-    def graduate(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Let what leaves the recent window compete with the heavy set.
-
-        Returns:
-            Key and value `[1, head_size]` of the token that loses, where losses merge.
-        """
-        layout = self.layout
-        unit = layout.block_size if layout.whole_blocks else 1
-        if self.place < layout.budget or self.place % unit:
-            return None
-        within = torch.arange(unit)
-        leaving = self.slot + within
-        loser = self.weakest(leaving)
-        lost = None
-        if self.params.merge:
-            lost = self.get("keys", loser), self.get("values", loser)
-        if loser is not leaving:
-            self.copy(leaving, loser)
-        return lost
-
-    def weakest(self, leaving: torch.Tensor) -> torch.Tensor:
-        """Slots of the unit of the lowest score: of the heavy set, or `leaving`."""
-        layout, unit = self.layout, len(leaving)
-        heavy = torch.arange(layout.pinned_slots, layout.heavy_slots)
-        if not len(heavy):
-            return leaving
-        competing = self.scores(heavy).view(-1, unit).sum(dim=1)
-        births = self.get("births", heavy[::unit])
-        lowest = competing.min()
-        births = births.masked_fill(competing > lowest, torch.iinfo(births.dtype).max)
-        if self.scores(leaving).sum() > lowest:
-            return heavy[::unit][births.argmin()] + torch.arange(unit)
-        return leaving
-
-    def order_ring(self) -> None:
-        """Put the ring's tokens into its slots in the order of their births."""
-        layout, oldest = self.layout, self.slot - self.layout.heavy_slots
-        if self.place < layout.budget:
-            return  # Nothing has been written over: they are.
-        ring = torch.arange(layout.recent_slots)
-        by_age = (oldest + ring) % layout.recent_slots
-        self.copy(layout.heavy_slots + by_age, layout.heavy_slots + ring)
-
-    def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the new token into its slot."""
-        number, i = divmod(self.slot, self.layout.block_size)
-        new = {"keys": key, "values": value}
-        if self.pages.quantized:
-            new = quantized(key, value)
-        for what, content in new.items():
-            self.page(what, number)[i] = content
-        if not self.scores_now:
-            return  # It stays dense: others may share its pages, which have no state.
-        position = torch.tensor([self.position])
-        method = self.params.method
-        started = method.start(key[None, None], value[None, None], position)
-        for name, mine in started.items():
-            self.page(name, number)[i] = mine[0, 0]
-        self.page("births", number)[i] = self.position
-
-    def merge(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put `[1, head_size]` of a lost token into the value of the nearest key."""
-        slots, (thresholds, at) = self.occupied(), self.threshold()
-        keys, values = self.get("keys", slots).float(), self.get("values", slots)
-        new, thresholds[at] = merged(
-            keys, values.float(), key.float(), value.float(), float(thresholds[at])
-        )
-        changed = (new != values).any(dim=1)
-        self.put("values", slots[changed], new[changed].to(values.dtype))
-
-    def threshold(self) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Where a merging head has its threshold: in its first page."""
-        pages, block = self.places[0]
-        assert pages.thresholds is not None
-        return pages.thresholds, (block, self.head)
-
-    def occupied(self) -> torch.Tensor:
-        """Slots that hold a token."""
-        layout = self.layout
-        slots = torch.arange(min(self.place + 1, layout.budget))
-        if layout.whole_blocks and self.place >= layout.budget:
-            size = layout.block_size
-            stale = (slots // size == self.slot // size) & (slots > self.slot)
-            slots = slots[~stale]
-        return slots
-
-    def always_read(self, slots: torch.Tensor) -> torch.Tensor:
-        """Which of these slots any query reads: sinks, the ring and the new token."""
-        layout = self.layout
-        ends = (slots < layout.pinned_slots) | (slots >= layout.heavy_slots)
-        return ends | (slots == self.slot)
-
-    def attend(self, query: torch.Tensor) -> torch.Tensor:
-        """Return `[group, head_size]` attention; the slots add up what they get."""
-        params, slots = self.params, self.occupied()
-        keys, values = self.vectors("keys", slots), self.vectors("values", slots)
-        logits = query.float() @ keys.T * params.scale
-        unread = None
-        if params.read < 1.0 and self.scores_now:
-            unread = ~pages_read(
-                query.float(), keys, slots // self.layout.block_size,
-                self.always_read(slots), params.read,
-            )  # fmt: skip
-        sink = params.sink_logits
-        if sink is not None:
-            sink = sink.view(-1, len(query))[self.head]
-        probs = attention_of(logits, unread, softcap=params.softcap, sink=sink)
-        if self.scores_now:
-            state = self.state(slots)
-            params.method.observe(state, probs[:, None])
-            for name, mine in state.items():
-                self.put(name, slots, mine)
-        return probs @ values

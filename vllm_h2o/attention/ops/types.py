@@ -53,6 +53,32 @@ class ResidentRows:
 
 
 @dataclass(frozen=True, eq=False)
+class Chunk:
+    """Prompt tokens of a request that are read beside what it holds of earlier ones.
+
+    Attributes:
+        start: Position of the first of the tokens: those before it were compressed.
+        end: Behind the last.
+        first_scoring: Position of the first of their queries that scores.
+        scored_from: Position of the first query that has scored what is held.
+        first_query: Of the first query that what stays will count as scored by.
+        blocks: `[>= cdiv(end, block_size)]` int32 dense blocks of the chunk's tokens,
+            by position.
+        resident: `[>= budget_blocks]` int32 pages of the request's resident blocks.
+        placement: Index of how its slots are split.
+    """
+
+    start: int
+    end: int
+    first_scoring: int
+    scored_from: int
+    first_query: int
+    blocks: torch.Tensor
+    resident: torch.Tensor
+    placement: int = UNIFORM
+
+
+@dataclass(frozen=True, eq=False)
 class DecodeParams:
     """What one layer's decode step depends on besides its tensors.
 

@@ -127,6 +127,22 @@ class Method:
         """
         raise NotImplementedError
 
+    def recounted(self, state: State, was: torch.Tensor, now: torch.Tensor) -> State:
+        """State that stands for another number of queries than have looked.
+
+        A prompt that is read in chunks is scored at the end of each, and what stays
+        then counts as looked at by the last chunk's last queries.
+
+        Args:
+            state: Of the tokens.
+            was: `[n]` queries that have looked at each.
+            now: `[n]` that it is to stand for.
+
+        Returns:
+            The same state, where `score` does not count queries, as by default.
+        """
+        return state
+
     def observe_prompt(self, state: State, probs: torch.Tensor) -> None:
         """Add queries of a prompt, as `observe`; the state has `prompt_fields` too."""
         self.observe(state, probs)

@@ -20,6 +20,10 @@ class Mean(Sum):
     name = "mean"
     fused_form = "mean"
 
+    def recounted(self, state: State, was: torch.Tensor, now: torch.Tensor) -> State:
+        """See the base class: the mean remains."""
+        return state | {"attention": state["attention"] * (now / was)}
+
     def score(self, state: State, queries: Queries) -> torch.Tensor:
         """See the base class."""
         return state["attention"] / queries.count()

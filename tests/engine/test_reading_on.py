@@ -1,0 +1,74 @@
+"""Prompts that are read in chunks: an engine against the rules written down densely."""
+
+import pytest
+
+from benchmarks.smollm2 import ensure_model
+from tests.engine.helpers import (
+    SMOLLM2_HEADS,
+    add,
+    assert_equal_densely,
+    assert_pool_whole,
+    engine,
+    pool,
+    prompts_of,
+    scheduler,
+)
+from tests.engine.test_reference import own_sizes
+from tests.reference.dense_h2o import DenseLlama, Sizes, Variant, generate
+from vllm_h2o.policy.profile import HeadProfile, allocate
+
+pytestmark = pytest.mark.engine
+
+BLOCK, BUDGET, CHUNK, NUM_TOKENS = 32, 64, 160, 12
+COMMON = Sizes(BUDGET // 2, BUDGET // 2, BLOCK)
+OPTIONS = {
+    "kv_policy": "h2o",
+    "h2o_budget": BUDGET,
+    "h2o_recent_ratio": 0.5,
+    "h2o_observation_window": 48,
+    "h2o_prefill_chunk": CHUNK,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 96,
+    "enable_prefix_caching": True,
+    "num_gpu_blocks_override": 15,
+    "h2o_head_budgets": str(SMOLLM2_HEADS),
+}
+
+
+def test_engine_equals_reference():
+    """By head, beside each other, in steps shorter than a chunk: of prompts of several
+    chunks, whose last is short, or whole; of one that is no longer than a chunk. In a
+    pool that holds none of the longest prompts, and after a preemption."""
+    model, prompts = DenseLlama(ensure_model()), prompts_of(393, 320, 140)
+    variant = Variant(48, 15, "mean", "token", sinks=0)
+    blocks = allocate(
+        HeadProfile.load(SMOLLM2_HEADS).stretched(512, BUDGET),
+        BLOCK, BUDGET // BLOCK, 512 // BLOCK, 1,
+    )  # fmt: skip
+    own = [[own_sizes(n, BLOCK) for n in layer] for layer in blocks]
+    expected = [
+        generate(
+            model, prompt, NUM_TOKENS, [variant], COMMON, own,
+            chunk=CHUNK if len(prompt) > CHUNK else None,
+        )[0]
+        for prompt in prompts
+    ]  # fmt: skip
+    with engine(ensure_model(), **OPTIONS) as llm:
+        assert pool(llm).num_gpu_blocks < -(-512 // BLOCK), (
+            "less than a prompt may have"
+        )
+        for _ in range(2):
+            assert_equal_densely(llm, prompts, expected)
+        llm.collective_rpc("probe_watch")
+        add(llm, "preempted", prompts[0], NUM_TOKENS)
+        for _ in range(4):  # in its second chunk
+            llm.llm_engine.step()
+        scheduler(llm).reset_prefix_cache(reset_running_requests=True)
+        finished = []
+        while llm.llm_engine.has_unfinished_requests():
+            finished += [x for x in llm.llm_engine.step() if x.finished]
+        assert [*finished[0].outputs[0].token_ids] == expected[0].tokens
+        (survivors,) = llm.collective_rpc("probe_survivors")[0].values()
+        kept = [[head.survivors() for head in layer] for layer in expected[0].heads]
+        assert survivors == kept
+        assert_pool_whole(llm)

@@ -1,0 +1,265 @@
+"""Reading on in plain torch: chunks of a prompt, beside what is held of those before.
+
+The oracle, and what runs on CPU: torch's products take most of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_h2o.attention.ops.resident import Resident, quantized, scales_of, tokens_of
+from vllm_h2o.attention.ops.types import Chunk, DecodeParams, ResidentRows, ScoredLayer
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import Method, Queries, State
+from vllm_h2o.policy.selection import select_residents
+from vllm_h2o.policy.softmax import attention_of
+
+_QUERY_TILE = 256
+"""Queries per tile: bounds the memory of their probabilities."""
+
+
+def read_on(
+    query: torch.Tensor,
+    first_position: int,
+    dense: Pages,
+    pages: Pages,
+    chunk: Chunk,
+    state: State,
+    params: DecodeParams,
+    output: torch.Tensor,
+) -> None:
+    """See `Kernels.read_on`."""
+    heads = _heads(pages, chunk, params)
+    most_held = max(held.count for held in heads)
+    end = first_position + len(query)
+    if not state:
+        _begin(state, heads, most_held, chunk, params.method)
+    read = torch.arange(chunk.start, end)
+    group = query.shape[1] // len(heads)
+    for held in heads:
+        tokens = tokens_of(dense, chunk.blocks.long(), held.head, read)
+        _start(state, held, tokens, first_position, most_held, chunk, params.method)
+        keys, values = (
+            torch.cat([held.vectors(what), tokens[what].float()])
+            for what in ("keys", "values")
+        )
+        seen = held.columns(most_held, len(read))
+        mine = {name: whole[held.head, seen] for name, whole in state.items()}
+        part = slice(held.head * group, (held.head + 1) * group)
+        sink = params.sink_logits
+        output[:, part] = _attend(
+            query[:, part].float().transpose(0, 1),
+            keys,
+            values,
+            max(chunk.first_scoring - first_position, 0),
+            mine,
+            params,
+            None if sink is None else sink[part, None],
+        ).to(output.dtype)
+        for name, whole in state.items():
+            whole[held.head, seen] = mine[name]
+
+
+def compress_chunk(
+    layers: Sequence[ScoredLayer], chunk: Chunk, config: H2OConfig
+) -> None:
+    """See `Kernels.compress_chunk`."""
+    for layer in layers:
+        params, fresh = layer.params, torch.arange(chunk.start, chunk.end)
+        heads = _heads(layer.pages, chunk, params)
+        most_held = max(held.count for held in heads)
+        expected = _expected(layer, chunk)
+        for held in heads:
+            seen = held.columns(most_held, len(fresh))
+            state = {name: mine[held.head, seen] for name, mine in layer.state.items()}
+            positions = torch.cat([held.births, fresh])
+            looked = _looked(positions, held.count, chunk, params.method)
+            if expected is not None:
+                state["attention"][held.count :] += expected[held.head]
+                window = chunk.end - fresh.clamp(min=chunk.first_query)
+                looked[held.count :] += window
+            kept = _select(state, positions, looked, held, chunk, config, params)
+            _move(layer, chunk, held, fresh, *kept)
+
+
+class _Held(Resident):
+    """What a KV head holds, in the order of its tokens' births."""
+
+    def __init__(
+        self, pages: Pages, chunk: Chunk, head: int, params: DecodeParams
+    ) -> None:
+        numbers = torch.tensor([[chunk.start], [chunk.scored_from], [chunk.placement]])
+        rows = ResidentRows(
+            chunk.resident[None], numbers[0], numbers[1], None, numbers[2]
+        )
+        super().__init__(pages, rows, 0, head, params)
+        self.count = min(self.place, self.layout.budget)
+        slots = torch.arange(self.count)
+        births = self.get("births", slots)
+        self.slots = births.argsort()
+        self.births = births[self.slots].long()
+
+    def vectors(self, what: str, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """See the base class; None: of all that is held."""
+        return super().vectors(what, self.slots if slots is None else slots)
+
+    def columns(self, most_held: int, num_fresh: int) -> torch.Tensor:
+        """Where a chunk's state has what is held, and so many of the chunk's tokens."""
+        return torch.cat([self.slots, most_held + torch.arange(num_fresh)])
+
+
+def _heads(pages: Pages, chunk: Chunk, params: DecodeParams) -> list[_Held]:
+    heads = range(pages.keys.shape[1])
+    return [_Held(pages, chunk, head, params) for head in heads]
+
+
+def _begin(
+    state: State, heads: list[_Held], most_held: int, chunk: Chunk, method: Method
+) -> None:
+    """Make the state of a chunk: what is held has its own, if prompts keep no more."""
+    shape = len(heads), most_held + chunk.end - chunk.start
+    for name in (*method.fields, *method.prompt_fields):
+        state[name] = torch.zeros(shape)
+    for held in heads:
+        slots = torch.arange(held.count)
+        for name in () if method.prompt_fields else method.fields:
+            state[name][held.head, : held.count] = held.get(name, slots)
+
+
+def _start(
+    state: State,
+    held: _Held,
+    tokens: dict[str, torch.Tensor],
+    first_position: int,
+    most_held: int,
+    chunk: Chunk,
+    method: Method,
+) -> None:
+    """Write the state of a step's new tokens, which no query has looked at."""
+    new = slice(first_position - chunk.start, None)
+    positions = torch.arange(first_position, chunk.start + len(tokens["keys"]))
+    keys, values = (tokens[what][None, new] for what in ("keys", "values"))
+    columns = most_held + positions - chunk.start
+    for name, mine in method.start(keys, values, positions).items():
+        state[name][held.head, columns] = mine[0]
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first_scoring: int,
+    state: State,
+    params: DecodeParams,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of a KV head's queries, the last of which is the last token's.
+
+    Args:
+        query: `[group, m, head_size]` float32.
+        keys: `[n, head_size]` float32 of what they see.
+        values: The same.
+        first_scoring: Index of the first query that scores.
+        state: `[n]` for each field, updated in place.
+        params: The layer's constants.
+        sink: `[group, 1]` logits, if there are sinks.
+
+    Returns:
+        `[m, group, head_size]`.
+    """
+    num_queries, before = query.shape[1], len(keys) - query.shape[1]
+    attended = torch.empty_like(query)
+    observe = params.method.observe
+    if params.method.prompt_fields:
+        observe = params.method.observe_prompt
+    for first in range(0, num_queries, _QUERY_TILE):
+        last = min(first + _QUERY_TILE, num_queries)
+        seen = before + last
+        logits = query[:, first:last] @ keys[:seen].T * params.scale
+        own = before + torch.arange(first, last)[:, None]
+        hidden = torch.arange(seen) > own
+        probs = attention_of(logits, hidden, softcap=params.softcap, sink=sink)
+        attended[:, first:last] = probs @ values[:seen]
+        if last > first_scoring:
+            mine = {name: whole[:seen] for name, whole in state.items()}
+            observe(mine, probs[:, max(first_scoring - first, 0) :])
+    return attended.transpose(0, 1)
+
+
+def _expected(layer: ScoredLayer, chunk: Chunk) -> torch.Tensor | None:
+    """`[num_kv_heads, tokens]` what the gate expects of the chunk's tokens."""
+    gate = layer.params.gate
+    if gate is None:
+        return None
+    num_kv_heads = layer.pages.keys.shape[1]
+    expected = torch.empty(num_kv_heads, chunk.end - chunk.start)
+    gate.fill(expected, layer.source, chunk.blocks, chunk.first_query, chunk.start)
+    return expected
+
+
+def _looked(
+    positions: torch.Tensor, num_held: int, chunk: Chunk, method: Method
+) -> torch.Tensor:
+    """`[n]` how many queries have looked at what is held and at the chunk's tokens."""
+    looked = chunk.end - positions.clamp(min=chunk.first_scoring)
+    if not method.prompt_fields:
+        before = Queries(positions[:num_held], chunk.scored_from, chunk.start)
+        looked[:num_held] += before.count()
+    return looked
+
+
+def _select(
+    state: State,
+    positions: torch.Tensor,
+    looked: torch.Tensor,
+    held: _Held,
+    chunk: Chunk,
+    config: H2OConfig,
+    params: DecodeParams,
+) -> tuple[torch.Tensor, torch.Tensor, State]:
+    """Indices of the tokens that a head keeps, their slots, and their state."""
+    method, layout = params.method, held.layout
+    if method.prompt_fields:
+        first = chunk.first_scoring
+    else:
+        first = chunk.first_query
+        now = Queries(positions, first, chunk.end).count()
+        state = method.recounted(state, looked, now)
+    queries = Queries(positions, first, chunk.end, params.group)
+    scores = (method.score_prompt if method.prompt_fields else method.score)(
+        state, queries
+    )[None]
+    if config.prompt_pooling > 1 and layout.budget >= params.budget_of(chunk.placement):
+        fresh = scores[:, held.count :]
+        scores[:, held.count :] = method.pool(fresh, config.prompt_pooling)
+    gone = chunk.end - len(positions)
+    (kept,), slots = select_residents(scores, 1, layout, gone=gone)
+    fields = method.fields
+    return kept, slots, {name: state[name][kept] for name in fields}
+
+
+def _move(
+    layer: ScoredLayer,
+    chunk: Chunk,
+    held: _Held,
+    fresh: torch.Tensor,
+    kept: torch.Tensor,
+    slots: torch.Tensor,
+    state: State,
+) -> None:
+    """Put what a head keeps into its slots."""
+    pages = layer.pages
+    tokens = tokens_of(layer.source, chunk.blocks.long(), held.head, fresh)
+    if pages.quantized:
+        tokens = quantized(tokens["keys"], tokens["values"])
+    tokens["births"] = fresh.int()
+    # All is read before anything is written: slots are both.
+    moved = {
+        what: torch.cat([held.get(what, held.slots), tokens[what]])[kept]
+        for what in ("keys", "values", "births", *scales_of(pages))
+    }
+    for what, content in (moved | state).items():
+        held.put(what, slots, content)

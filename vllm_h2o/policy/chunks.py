@@ -1,0 +1,45 @@
+"""Prompts that are read in chunks, each beside what is held of those before it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ChunkSpan(NamedTuple):
+    """Which tokens of a prompt a chunk has.
+
+    Attributes:
+        start: Position of the first.
+        end: Behind the last.
+    """
+
+    start: int
+    end: int
+
+
+def chunk_tokens(asked: int, budget: int, block_size: int) -> int:
+    """Tokens of a chunk: whole blocks, and at least twice what is held of a request.
+
+    Args:
+        asked: `H2OConfig.prefill_chunk`.
+        budget: Slots of a KV head of the request on average.
+        block_size: Tokens of a dense block.
+
+    Returns:
+        0, if prompts are read whole.
+    """
+    if not asked:
+        return 0
+    return -(-max(asked, 2 * budget) // block_size) * block_size
+
+
+def chunk_at(position: int, tokens: int, prompt_end: int) -> ChunkSpan:
+    """The chunk that a position of a prompt is in; of what comes later, the last.
+
+    Args:
+        position: Of a token.
+        tokens: Of a chunk.
+        prompt_end: Tokens of the prompt.
+    """
+    start = min(position, prompt_end - 1) // tokens * tokens
+    return ChunkSpan(start, min(start + tokens, prompt_end))
