@@ -150,13 +150,26 @@ def turns(job: dict[str, Any]) -> list[dict[str, list[float]]]:
     return found
 
 
-def token_times(engine: Any, prompt: list[int], max_tokens: int) -> list[float]:
-    """Seconds from the request's arrival to each of its first tokens."""
+def token_times(
+    engine: Any,
+    prompt: list[int],
+    max_tokens: int,
+    wishes: dict[str, Any] | None = None,
+) -> list[float]:
+    """Seconds from the request's arrival to each of its first tokens.
+
+    Args:
+        engine: vLLM's `LLMEngine`.
+        prompt: Tokens.
+        max_tokens: Of the answer, `TOKENS` at least.
+        wishes: What the request asks of H2O.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        temperature=0.0, ignore_eos=True, max_tokens=max_tokens, detokenize=False
-    )
+        temperature=0.0, ignore_eos=True, max_tokens=max_tokens, detokenize=False,
+        extra_args={"h2o": wishes or {}},
+    )  # fmt: skip
     start, times = time.perf_counter(), []
     name = str(start)
     engine.add_request(name, {"prompt_token_ids": prompt}, sampling)

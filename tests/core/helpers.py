@@ -315,7 +315,8 @@ class Driver:
         assert manager.is_resident(name) == (computed >= read_at_once)
         if name in self.chunks:
             prompt = {block.block_id for block in blocks[: manager.dense_columns]}
-            assert len(prompt) <= read_at_once // BLOCK_SIZE + 1, "and the null block"
+            of_chunk = -(-min(computed, read_at_once) // BLOCK_SIZE)
+            assert len(prompt) == of_chunk or blocks[0].is_null and len(prompt) == 1
         if computed >= read_at_once:
             resident = blocks[manager.dense_columns :]
             budget = self.budget_of(request)

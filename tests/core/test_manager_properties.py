@@ -164,6 +164,12 @@ class ChunkedHybridLives(HybridLives):
     prefill_chunk = 64
 
 
+class ChunkedStateLives(StateLives):
+    """The same, beside layers with a state."""
+
+    prefill_chunk = 64
+
+
 @pytest.mark.parametrize(
     "machine",
     [
@@ -176,6 +182,7 @@ class ChunkedHybridLives(HybridLives):
         QuantizedLives,
         ChunkedLives,
         ChunkedHybridLives,
+        ChunkedStateLives,
     ],
 )
 def test_pool_adds_up(machine):
@@ -528,9 +535,10 @@ def test_nothing_past_the_prompt_is_published():
         ({"policy": "full"}, False),
     ],
 )
-def test_a_prompt_that_is_larger_than_the_pool(wishes, fits):
+@pytest.mark.parametrize("beside", ["", "window"])
+def test_a_prompt_that_is_larger_than_the_pool(wishes, fits, beside):
     """Is read in chunks; what asks for more room than there is ends alone."""
-    driver = Driver(11, budget=32, prefill_chunk=64)
+    driver = Driver(11 + 7 * bool(beside), budget=32, prefill_chunk=64, beside=beside)
     other = driver.add(list(range(100, 130)), 10)
     name = driver.add(list(range(300, 500)), 20, **wishes)
     driver.drain()
@@ -539,6 +547,16 @@ def test_a_prompt_that_is_larger_than_the_pool(wishes, fits):
         assert len(driver.outputs[name]) == 20
     else:
         assert driver.finished[name] == FinishReason.ERROR
+    driver.assert_pool_whole()
+
+
+def test_a_session_that_would_outgrow_the_pool_ends_at_once():
+    """It would be read again with each turn, whole."""
+    driver = Driver(11, budget=32, prefill_chunk=64)
+    for wishes in ({"policy": "full"}, {"prefill_chunk": 0}):
+        driver.add(list(range(100, 130)), 10, session="whole", **wishes)
+        driver.drain()
+        assert driver.finished["whole"] == FinishReason.ERROR
     driver.assert_pool_whole()
 
 

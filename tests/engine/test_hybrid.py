@@ -1,6 +1,7 @@
 """A hybrid model: only its full-attention layers are compressed."""
 
 import pytest
+import torch
 
 import vllm_h2o
 from tests.engine.helpers import (
@@ -139,7 +140,16 @@ def test_budget_that_never_binds_gives_stock_tokens(model):
 @pytest.mark.parametrize(
     ("save", "options", "block"),
     [
-        (save_qwen3_next, {"dtype": "bfloat16"}, 288),
+        pytest.param(
+            save_qwen3_next,
+            {"dtype": "bfloat16"},
+            288,
+            # Where the processor has no bfloat16, vLLM keeps states in it none the
+            # less, and its attention rounds otherwise than our kernel.
+            marks=pytest.mark.skipif(
+                not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512_BF16"
+            ),
+        ),
         pytest.param(save_gpt_oss, {"block_size": 128}, 128, marks=pytest.mark.slow),
         pytest.param(
             save_lfm2,

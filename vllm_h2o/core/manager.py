@@ -379,7 +379,8 @@ class H2OManager(FullAttentionManager):
 
     def requests_by_state(self) -> tuple[int, int, int]:
         """Requests that hold blocks: resident, still reading, staying dense."""
-        resident, dense = self._num_resident, self._num_dense
+        in_chunks = sum(name in self._releasing for name in self._reading)
+        resident, dense = self._num_resident - in_chunks, self._num_dense
         return resident, len(self._served) - resident - dense, dense
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -463,9 +464,15 @@ class H2OManager(FullAttentionManager):
         held = [name for name, blocks in self.req_to_blocks.items() if blocks]
         assert set(held) == set(self._served)
         resident = [name for name in held if self.is_resident(name)]
-        dense = sum(map(self.stays_dense, held))
-        reading = len(held) - len(resident) - dense
-        assert self.requests_by_state() == (len(resident), reading, dense)
+        dense, null = sum(map(self.stays_dense, held)), self._null_block
+        in_chunks = [
+            name
+            for name in resident
+            if name in self._reading and self.req_to_blocks[name][0] is not null
+        ]
+        count = len(resident) - len(in_chunks)
+        reading = len(held) - count - dense
+        assert self.requests_by_state() == (count, reading, dense)
         rows = [self.req_to_blocks[name][self.dense_columns :] for name in resident]
         assert self.resident_blocks == sum(map(len, rows))
 

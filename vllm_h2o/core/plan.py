@@ -105,7 +105,7 @@ class ResidencyPlan:
 
     @property
     def num_computed_tokens(self) -> np.ndarray:
-        """`[num_requests]` int64, as are the next six; see `RowPlan`."""
+        """`[num_requests]` int64, as are the others; see `RowPlan`."""
         return self.counts[0]
 
     @property

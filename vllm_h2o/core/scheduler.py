@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
@@ -93,7 +93,10 @@ class H2OScheduler(AsyncScheduler):
             return
         try:
             most = self._most_tokens(request)
-            self._check_room(self._options_of(request, most), most)
+            options = self._options_of(request, most)
+            # A session's turns add up.
+            room = self.max_model_len if request.resumable else most
+            self._check_room(options, room)
         except ValueError as error:
             logger.error("Request %s ends at once: %s", request.request_id, error)
             request.sampling_params = params = copy.copy(request.sampling_params)
@@ -127,17 +130,23 @@ class H2OScheduler(AsyncScheduler):
             return
         option, value, at_once, slots = "policy", options.policy, most_tokens, 0
         if not options.is_full:
-            option, value, slots = "prefill_chunk", str(asked), self._most
+            option, value = "prefill_chunk", str(asked)
+            slots = self._limits.climb(options.budget, most_tokens, most_tokens).budget
             chunk = chunk_tokens(asked or 0, slots, spec.block_size)
             at_once = min(chunk or most_tokens, most_tokens)
         needed = cdiv(at_once, spec.block_size) + slots // spec.block_slots
-        needed = needed * len(self.h2o_managers) + self._blocks_of_others()
+        needed *= len(self.h2o_managers)
+        needed += sum(
+            cdiv(other.max_memory_usage_bytes(self.vllm_config), other.page_size_bytes)
+            for other in (group.kv_cache_spec for group in self._groups)
+            if not isinstance(other, H2OAttentionSpec)
+        )
         usable = self.kv_cache_config.num_blocks - 1
         if needed > usable:
             raise ValueError(
                 f"h2o_{option} of this request is {value!r}: of {most_tokens} tokens "
-                f"{at_once} are held at once, in {needed} blocks, and the pool has "
-                f"{usable}: leave it out, or use fewer tokens"
+                f"(prompt and max_tokens) {at_once} are held at once, in {needed} "
+                f"blocks, and the pool has {usable}: leave it out, or use fewer tokens"
             )
 
     def _most_tokens(self, request: Request) -> int:
@@ -209,7 +218,8 @@ class H2OScheduler(AsyncScheduler):
         if not self.log_stats or not answers:
             return
         tokens = request.num_tokens - 1
-        if manager.is_resident(name) or manager.stays_dense(name):
+        has_read = request.num_computed_tokens >= manager.prefill_end(name)
+        if has_read or manager.stays_dense(name):
             held = manager.tokens_held(name, tokens)
             self._reporter.finish(tokens - held, tokens)
 
@@ -295,6 +305,10 @@ class H2OScheduler(AsyncScheduler):
             logger.info("H2O counters: %s", counters)
 
     @property
+    def _groups(self) -> list[KVCacheGroupSpec]:
+        return self.kv_cache_config.kv_cache_groups
+
+    @property
     def _spec(self) -> H2OAttentionSpec:
         spec = self.h2o_managers[0].kv_cache_spec
         assert isinstance(spec, H2OAttentionSpec)
@@ -303,7 +317,7 @@ class H2OScheduler(AsyncScheduler):
     def _blocks_of_others(self) -> int:
         """Most blocks of a request where H2O leaves layers alone: windows, states."""
         blocks = 0
-        for group in self.kv_cache_config.kv_cache_groups:
+        for group in self._groups:
             spec = group.kv_cache_spec
             if window := getattr(spec, "sliding_window", None):
                 blocks += cdiv(window, spec.block_size) + 1
@@ -334,10 +348,9 @@ class H2OScheduler(AsyncScheduler):
         rounded = f" in {INT8}" if config.quantizes else ""
         chunks = ""
         if tokens := chunk_tokens(config.prefill_chunk, most, spec.block_size):
-            chunks = (
-                f"Prompts are read {min(tokens, self.max_model_len)} tokens at once. "
-            )
-            full = tokens // spec.block_size + blocks
+            tokens = min(tokens, self.max_model_len)
+            chunks = f"Prompts are read {tokens} tokens at once. "
+            full = cdiv(tokens, spec.block_size) + blocks
         budget = f"budget {most} tokens"
         ladder = self._limits.ladder
         if len(ladder.budgets) > 1:

@@ -3,7 +3,8 @@
 Block table row of a request (columns):
 
     [0, dense_columns)                    the prompt, exactly as stock vLLM; all
-                                          tokens of a request that stays dense
+                                          tokens of a request that stays dense; the
+                                          blocks of a chunk in turn, if it is read so
     [dense_columns, + budget_blocks)      the resident blocks, private
 """
 

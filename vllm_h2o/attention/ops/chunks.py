@@ -13,7 +13,7 @@ from vllm_h2o.attention.ops.resident import Resident, quantized, scales_of, toke
 from vllm_h2o.attention.ops.types import Chunk, DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.methods import Method, Queries, State
+from vllm_h2o.policy.methods import Method, Queries, State, has_prompt_rules
 from vllm_h2o.policy.selection import select_residents
 from vllm_h2o.policy.softmax import attention_of
 
@@ -125,7 +125,7 @@ def _begin(
         state[name] = torch.zeros(shape)
     for held in heads:
         slots = torch.arange(held.count)
-        for name in () if method.prompt_fields else method.fields:
+        for name in () if has_prompt_rules(method) else method.fields:
             state[name][held.head, : held.count] = held.get(name, slots)
 
 
@@ -173,7 +173,7 @@ def _attend(
     num_queries, before = query.shape[1], len(keys) - query.shape[1]
     attended = torch.empty_like(query)
     observe = params.method.observe
-    if params.method.prompt_fields:
+    if has_prompt_rules(params.method):
         observe = params.method.observe_prompt
     for first in range(0, num_queries, _QUERY_TILE):
         last = min(first + _QUERY_TILE, num_queries)
@@ -205,7 +205,7 @@ def _looked(
 ) -> torch.Tensor:
     """`[n]` how many queries have looked at what is held and at the chunk's tokens."""
     looked = chunk.end - positions.clamp(min=chunk.first_scoring)
-    if not method.prompt_fields:
+    if not has_prompt_rules(method):
         before = Queries(positions[:num_held], chunk.scored_from, chunk.start)
         looked[:num_held] += before.count()
     return looked
@@ -222,16 +222,13 @@ def _select(
 ) -> tuple[torch.Tensor, torch.Tensor, State]:
     """Indices of the tokens that a head keeps, their slots, and their state."""
     method, layout = params.method, held.layout
-    if method.prompt_fields:
-        first = chunk.first_scoring
-    else:
-        first = chunk.first_query
+    score, first = method.score_prompt, chunk.first_scoring
+    if not has_prompt_rules(method):
+        score, first = method.score, chunk.first_query
         now = Queries(positions, first, chunk.end).count()
         state = method.recounted(state, looked, now)
     queries = Queries(positions, first, chunk.end, params.group)
-    scores = (method.score_prompt if method.prompt_fields else method.score)(
-        state, queries
-    )[None]
+    scores = score(state, queries)[None]
     if config.prompt_pooling > 1 and layout.budget >= params.budget_of(chunk.placement):
         fresh = scores[:, held.count :]
         scores[:, held.count :] = method.pool(fresh, config.prompt_pooling)

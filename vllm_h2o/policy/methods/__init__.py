@@ -12,6 +12,7 @@ from vllm_h2o.policy.methods.base import (
     State,
     fused_form_of,
     fused_prompt_form_of,
+    has_prompt_rules,
     splits,
     starts_at_zero,
 )
@@ -24,7 +25,7 @@ from vllm_h2o.policy.methods.sum import Sum
 __all__ = [
     "D2O", "METHODS", "Bounds", "Cake", "Mean", "Method", "Norm", "Queries", "State",
     "Sum", "add_from_packages", "fused_form_of", "fused_prompt_form_of", "splits",
-    "starts_at_zero", "summaries",
+    "has_prompt_rules", "starts_at_zero", "summaries",
 ]  # fmt: skip
 
 METHODS: dict[str, type[Method]] = {

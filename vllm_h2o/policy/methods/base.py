@@ -191,6 +191,13 @@ def splits(method: Method) -> bool:
     return type(method).split is not Method.split
 
 
+def has_prompt_rules(method: Method) -> bool:
+    """Whether a method scores prompts in another way than what is generated."""
+    hooks, cls = ("observe_prompt", "score_prompt"), type(method)
+    own = any(getattr(cls, name) is not getattr(Method, name) for name in hooks)
+    return own or bool(method.prompt_fields)
+
+
 def starts_at_zero(method: Method) -> bool:
     """Whether tokens that nobody has looked at have a state of zeros."""
     return type(method).start is Method.start
