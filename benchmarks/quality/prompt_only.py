@@ -170,7 +170,12 @@ class PromptOnlyRunner(AnswersGreedily):
         self.model = AutoModelForCausalLM.from_pretrained(
             model_folder, dtype=torch.float32
         ).eval()
-        if set(getattr(self.model.config, "layer_types", None) or ()) - {FULL_LAYERS}:
+        config = self.model.config
+        windowed = getattr(config, "use_sliding_window", True) and getattr(
+            config, "sliding_window", None
+        )
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds - {FULL_LAYERS} or (windowed and not kinds):
             raise ValueError(
                 f"{model_folder} has layers without full attention, and there are no "
                 "masks for these: use a llama"

@@ -3,7 +3,7 @@
     python -m benchmarks.quality.table
     python -m benchmarks.quality.table --csv FILE --intervals
 
-Intervals are of 95 %, by drawing the texts again and again.
+Intervals are of 95 %, by drawing the texts, or questions, again and again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import argparse
 import csv
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,8 @@ def loss_table(rows: Rows) -> str:
     )  # fmt: skip
 
 
-def retrieval_table(rows: Rows) -> str:
-    """Exact matches of all questions, by system and task."""
+def retrieval_table(rows: Rows, intervals: bool = False) -> str:
+    """Exact matches of all questions, by system and task; with intervals, if asked."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         if not row["metric"].startswith("exact_match_") or "depth" in row["metric"]:
@@ -53,7 +54,12 @@ def retrieval_table(rows: Rows) -> str:
         name = name_of(row) + ("" if share == 1 else f" {share:.0%}")
         count = round(float(row["value"]) * int(row["samples"]))
         task += f", {row['context_tokens']} tokens"
-        found.setdefault(name, {})[task] = f"{count} of {row['samples']}"
+        samples = int(row["samples"])
+        shown = f"{count} of {samples}"
+        if intervals:
+            low, high = interval([1.0] * count + [0.0] * (samples - count))
+            shown += f" [{low * samples:.0f}, {high * samples:.0f}]"
+        found.setdefault(name, {})[task] = shown
     tasks = list(dict.fromkeys(task for cells in found.values() for task in cells))
     return _markdown(
         ["exact match", *tasks],
@@ -130,13 +136,13 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--csv", default="benchmarks/results/quality.csv")
-    parser.add_argument("--intervals", action="store_true", help="of losses")
+    parser.add_argument("--intervals", action="store_true", help="of 95 %%")
     args = parser.parse_args()
     with Path(args.csv).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    tables = {
+    tables: dict[str, Callable[[Rows], str]] = {
         "loss_delta": interval_table if args.intervals else loss_table,
-        "exact_match": retrieval_table,
+        "exact_match": partial(retrieval_table, intervals=args.intervals),
         "ruler": ruler_table,
     }
     for measured, table in tables.items():

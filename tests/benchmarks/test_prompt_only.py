@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 pytest.importorskip("kvpress", reason="pip install --no-deps kvpress")
 
@@ -15,7 +16,8 @@ from benchmarks.quality.prompt_only import (
     PromptOnlyRunner,
 )
 from benchmarks.quality.systems import system_of
-from tests.engine.tiny_models import random_prompts, save_reading_llama
+from benchmarks.smollm2 import ensure_model
+from tests.engine.tiny_models import random_prompts, save_gpt_oss, save_reading_llama
 from vllm_h2o.calibration.texts import calibration_texts
 
 PROMPT, FORCED, BUDGET = 200, 12, 64
@@ -32,6 +34,32 @@ def runner(tmp_path_factory):
 
 def test_the_benchmark_has_all():
     assert set(PROMPT_PRESSES) == {*METHODS}
+
+
+@pytest.mark.parametrize("kind", ["by layer", "everywhere"])
+def test_models_with_windows_are_refused(tmp_path, kind):
+    """There are no masks for these, whether each layer says so or the config does."""
+    if kind == "by layer":
+        folder = save_gpt_oss(tmp_path)
+    else:
+        config = MistralConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64,
+            num_attention_heads=2, num_key_value_heads=2, sliding_window=16,
+        )  # fmt: skip
+        MistralForCausalLM(config).save_pretrained(tmp_path)
+        folder = tmp_path
+    with pytest.raises(ValueError, match="layers without full attention.*use a llama"):
+        PromptOnlyRunner(folder)
+
+
+def test_a_chat_is_told_by_its_beginning(runner, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(ensure_model())
+    monkeypatch.setattr(runner, "_tokenizer", tokenizer)
+    turn = [{"role": "user", "content": "Who counted?"}]
+    chat = tokenizer.apply_chat_template(turn, tokenize=False)
+    for said, is_chat in ((chat, True), ("Who counted?", False)):
+        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        assert runner._is_chat(torch.tensor(ids)) is is_chat
 
 
 @pytest.fixture(scope="module")

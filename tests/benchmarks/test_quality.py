@@ -238,6 +238,8 @@ def test_the_retrieval_table_counts_right_answers():
     measured += [("exact_match_passkey_known_depth_0.1", 1.0, 4)]
     *_, line = retrieval_table(csv_rows(cell, measured)).split("\n")
     assert line == "| h2o 20% | 17 of 20 |"
+    *_, line = retrieval_table(csv_rows(cell, measured), intervals=True).split("\n")
+    assert line == "| h2o 20% | 17 of 20 [14, 20] |"
 
 
 def test_budgets_are_whole_blocks():
