@@ -67,7 +67,6 @@ from vllm_h2o.core.settings import CONFIG_KEY, h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec, with_equal_pages
 from vllm_h2o.plugin.engine_args import needed_worker_cls
 from vllm_h2o.plugin.validate import check_kv_cache_config
-from vllm_h2o.policy.chunks import chunk_tokens
 from vllm_h2o.policy.options import shortened, shown
 
 if TYPE_CHECKING:
@@ -244,10 +243,8 @@ def _plan(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> Plan:
         if not isinstance(x, H2OAttentionSpec)
     )
     if budget == longest:  # It stays dense.
-        resident, reading = dense, dense
-    else:
-        chunk = chunk_tokens(spec.h2o.prefill_chunk, budget, spec.block_size)
-        reading = cdiv(min(longest, chunk or longest), spec.block_size) + resident
+        resident = dense
+    reading = spec.blocks_while_reading(longest, budget, spec.h2o.prefill_chunk)
     # Of a block a group has a page in each of its layers, and all groups as many.
     width = max(len(group.layer_names) for group in groups)
     before, after, stock = (

@@ -58,6 +58,23 @@ def test_memory_is_asked_at_the_length_that_vllm_tries():
     assert spec.dense_columns > 200 // spec.block_size, "the table keeps its columns"
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "budget", "chunk", "dense", "resident"),
+    [
+        (1000, 128, 0, 32, 4),
+        (128, 128, 0, 4, 0),
+        (1000, 128, 320, 10, 4),
+        (1000, 128, 100, 8, 4),  # two budgets at least
+        (200, 128, 320, 7, 4),
+        (1000, 1000, 0, 32, 0),  # keeps all
+    ],
+)
+def test_blocks_while_a_prompt_is_read(num_tokens, budget, chunk, dense, resident):
+    assert SPEC.block_size == SPEC.block_slots == 32
+    blocks = SPEC.blocks_while_reading(num_tokens, budget, chunk)
+    assert blocks == dense + resident
+
+
 def test_memory_of_a_share_is_asked_by_the_length():
     """A request of the length that is found has the budget of its class."""
     vllm_config = copy.deepcopy(config_of(window=64, budget=128, chunk=64))

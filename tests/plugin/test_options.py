@@ -394,6 +394,15 @@ def test_diffusion_model_is_refused(model_of):
         check_vllm_config(config)
 
 
+def test_chunks_of_a_model_that_reads_images_both_ways_are_refused(model_of):
+    """A chunk's end may lie within an image."""
+    options = model_of("LlamaForCausalLM", **LLAMA)
+    config = resolved(options | {"h2o_prefill_chunk": 1024})
+    config.model_config.is_mm_prefix_lm = True  # as Gemma 3 with images says
+    with pytest.raises(ValueError, match="--h2o-prefill-chunk=1024: drop --h2o-pref"):
+        check_vllm_config(config)
+
+
 def test_kv_cache_of_another_dtype_is_refused(model_of):
     options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_cache_dtype": "bfloat16"}
     args = EngineArgs(kv_policy="h2o", dtype="float32", **options)

@@ -11,6 +11,7 @@ from vllm_h2o.attention.ops import Chunk, DecodeParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.transition import Transitions
 from vllm_h2o.core.plan import RowPlan
+from vllm_h2o.policy.chunks import first_scoring
 from vllm_h2o.policy.config import H2OConfig
 
 
@@ -56,13 +57,10 @@ def chunk_of(
         resident_pages: See `Chunk.resident`.
         placement: Index of how its slots are split.
     """
-    start = row.chunk_start
-    # What the gate expects is as much as few queries pay: all of a chunk's count too.
-    first_scoring = start if config.gated else max(start, row.first_query)
     return Chunk(
-        start,
+        row.chunk_start,
         row.prefill_end,
-        first_scoring,
+        first_scoring(row.chunk_start, row.first_query, config.gated),
         row.scored_from,
         row.first_query,
         blocks,

@@ -19,7 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
 )
 
-from vllm_h2o.policy.chunks import chunk_at, chunk_tokens
+from vllm_h2o.policy.chunks import ChunkSpan, chunk_at, chunk_tokens
 from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import first_observer, place_of
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
@@ -40,6 +40,10 @@ class _Reading(NamedTuple):
 
     chunk: int
     window: int | str | None
+
+    def span(self, position: int, prompt_end: int) -> ChunkSpan:
+        """The chunk that a position is in; of what comes later, the last."""
+        return chunk_at(position, self.chunk, prompt_end)
 
 
 class H2OManager(FullAttentionManager):
@@ -95,6 +99,7 @@ class H2OManager(FullAttentionManager):
         self._climb: dict[str, Climb] = {}
         self._growth: dict[str, tuple[int, int, int, int]] = {}
         self._reading: dict[str, _Reading] = {}
+        self._readers: set[str] = set()
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -138,6 +143,7 @@ class H2OManager(FullAttentionManager):
         reads_on = 0 < chunk < prefill_end and not options.is_full
         if reads_on:
             self._reading[request_id] = _Reading(chunk, window)
+            self._readers.add(request_id)
             first_query = first_observer(self.policy, chunk, window)
         elif most_tokens > max(budget, prefill_end + 1):
             first_query = first_observer(self.policy, prefill_end, window)
@@ -165,23 +171,26 @@ class H2OManager(FullAttentionManager):
     def chunk_end(self, request_id: str, num_computed: int) -> int:
         """Where a step has to end at the latest that begins at a position."""
         end = self._prefill_end[request_id]
-        if request_id not in self._reading or num_computed >= end:
+        if request_id not in self._readers or num_computed >= end:
             return sys.maxsize
-        return chunk_at(num_computed, self._reading[request_id].chunk, end).end
+        return self._reading[request_id].span(num_computed, end).end
 
     def put_chunks(self, plan: ResidencyPlan, request_ids: Sequence[str]) -> None:
         """Write into a step's plan which chunk of its prompt each request is in."""
-        if not self._reading:
+        if not self._readers:
             return
         for i, request_id in enumerate(request_ids):
-            if request_id not in self._reading:
+            if request_id not in self._readers:
                 continue
-            chunk, window = self._reading[request_id]
-            end = self._prefill_end[request_id]
-            span = chunk_at(int(plan.num_computed_tokens[i]), chunk, end)
+            reading, end = self._reading[request_id], self._prefill_end[request_id]
+            computed = int(plan.num_computed_tokens[i])
+            span = reading.span(computed, end)
+            scored = [first_observer(self.policy, n, reading.window) for n in span]
             plan.prefill_ends[i], plan.chunk_starts[i] = span.end, span.start
-            scored = (first_observer(self.policy, n, window) for n in span)
             plan.scored_from[i], plan.first_queries[i] = scored
+            if computed >= end:  # It decodes: its last chunk's numbers are its own.
+                self._first_query[request_id] = scored[1]
+                self._readers.remove(request_id)
 
     def budgets(self, request_ids: Iterable[str]) -> list[int]:
         """Slots of a KV head on average, of each."""
@@ -208,7 +217,7 @@ class H2OManager(FullAttentionManager):
         """Tokens of a sequence of `num_tokens` that a KV head holds on average."""
         end = self._prefill_end[request_id]
         if num_tokens < end and request_id in self._reading:
-            start = chunk_at(num_tokens, self._reading[request_id].chunk, end).start
+            start = self._reading[request_id].span(num_tokens, end).start
             return min(start, self._budget[request_id]) + num_tokens - start
         if num_tokens < end or self.stays_dense(request_id):
             return num_tokens
@@ -398,6 +407,7 @@ class H2OManager(FullAttentionManager):
         self._climb.pop(request_id, None)
         self._growth.pop(request_id, None)
         self._reading.pop(request_id, None)
+        self._readers.discard(request_id)
         self._served.pop(request_id, None)
         self._releasing.discard(request_id)
         return super().pop_blocks_for_free(request_id)

@@ -128,13 +128,11 @@ class H2OScheduler(AsyncScheduler):
         asked, spec = options.prefill_chunk, self._spec
         if not spec.h2o.prefill_chunk or not (options.is_full or asked is not None):
             return
-        option, value, at_once, slots = "policy", options.policy, most_tokens, 0
+        option, value, slots = "policy", options.policy, most_tokens
         if not options.is_full:
             option, value = "prefill_chunk", str(asked)
             slots = self._limits.climb(options.budget, most_tokens, most_tokens).budget
-            chunk = chunk_tokens(asked or 0, slots, spec.block_size)
-            at_once = min(chunk or most_tokens, most_tokens)
-        needed = cdiv(at_once, spec.block_size) + slots // spec.block_slots
+        needed = spec.blocks_while_reading(most_tokens, slots, asked or 0)
         needed *= len(self.h2o_managers)
         needed += sum(
             cdiv(other.max_memory_usage_bytes(self.vllm_config), other.page_size_bytes)
@@ -144,9 +142,9 @@ class H2OScheduler(AsyncScheduler):
         usable = self.kv_cache_config.num_blocks - 1
         if needed > usable:
             raise ValueError(
-                f"h2o_{option} of this request is {value!r}: of {most_tokens} tokens "
-                f"(prompt and max_tokens) {at_once} are held at once, in {needed} "
-                f"blocks, and the pool has {usable}: leave it out, or use fewer tokens"
+                f"h2o_{option} of this request is {value!r}: its {most_tokens} tokens "
+                f"(prompt and max_tokens) take up to {needed} blocks at once, and the "
+                f"pool has {usable}: leave it out, or use fewer tokens"
             )
 
     def _most_tokens(self, request: Request) -> int:
@@ -350,7 +348,8 @@ class H2OScheduler(AsyncScheduler):
         if tokens := chunk_tokens(config.prefill_chunk, most, spec.block_size):
             tokens = min(tokens, self.max_model_len)
             chunks = f"Prompts are read {tokens} tokens at once. "
-            full = cdiv(tokens, spec.block_size) + blocks
+            asked = config.prefill_chunk
+            full = spec.blocks_while_reading(self.max_model_len, most, asked)
         budget = f"budget {most} tokens"
         ladder = self._limits.ladder
         if len(ladder.budgets) > 1:

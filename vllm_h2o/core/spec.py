@@ -162,11 +162,20 @@ class H2OAttentionSpec(FullAttentionSpec):
         longest = vllm_config.model_config.max_model_len
         limits = self.limits(vllm_config.device_config.device_type)
         budget = limits.climb(None, longest, longest).budget
-        chunk = chunk_tokens(self.h2o.prefill_chunk, budget, self.block_size)
-        blocks = cdiv(min(longest, chunk or longest), self.block_size)
-        if longest > budget:
-            blocks += budget // self.block_slots
+        blocks = self.blocks_while_reading(longest, budget, self.h2o.prefill_chunk)
         return blocks * self.page_size_bytes
+
+    def blocks_while_reading(self, num_tokens: int, budget: int, chunk: int) -> int:
+        """Most blocks of a request while it reads its prompt, its transition included.
+
+        Args:
+            num_tokens: Of the prompt.
+            budget: Slots of a KV head on average.
+            chunk: Tokens that it asks to read at once; 0: all.
+        """
+        at_once = chunk_tokens(chunk, budget, self.block_size) or num_tokens
+        dense = cdiv(min(num_tokens, at_once), self.block_size)
+        return dense + (budget // self.block_slots if num_tokens > budget else 0)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:

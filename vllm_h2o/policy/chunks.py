@@ -33,13 +33,29 @@ def chunk_tokens(asked: int, budget: int, block_size: int) -> int:
     return -(-max(asked, 2 * budget) // block_size) * block_size
 
 
-def chunk_at(position: int, tokens: int, prompt_end: int) -> ChunkSpan:
+def chunk_at(position: int, tokens: int, prompt_end: int, origin: int = 0) -> ChunkSpan:
     """The chunk that a position of a prompt is in; of what comes later, the last.
 
     Args:
-        position: Of a token.
+        position: Of a token, not before `origin`.
         tokens: Of a chunk.
         prompt_end: Tokens of the prompt.
+        origin: Where the first chunk begins.
     """
-    start = min(position, prompt_end - 1) // tokens * tokens
+    passed = min(position, prompt_end - 1) - origin
+    start = origin + passed // tokens * tokens
     return ChunkSpan(start, min(start + tokens, prompt_end))
+
+
+def first_scoring(start: int, first_query: int, gated: bool) -> int:
+    """Position of the first query that scores, of a chunk after a prompt's first.
+
+    What the gate expects of a token is as much as few queries pay: all of a chunk's
+    count too. Without a gate those of its window do.
+
+    Args:
+        start: Position of the chunk's first token.
+        first_query: Of the first query of its observation window.
+        gated: Whether prompts are scored by the gate.
+    """
+    return start if gated else max(start, first_query)
