@@ -165,7 +165,7 @@ def test_scores_of_earlier_steps_are_there_for_every_group():
 
 def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone():
     step, done = StepRows(), []
-    for name in ("stays", "gone"):
+    for name in ("stays", "gone", "kept"):
         tokens, blocks = slice(0, 40), torch.zeros(2, dtype=torch.int32)
         prompt = ObservedPrompt(
             name, step.transitions, tokens, ROWS["ends"], blocks, blocks, len, False
@@ -173,9 +173,14 @@ def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone():
         for layer in ("first", "second"):
             prompt.layers.append(layer)
             step.transitions.collect(prompt, functools.partial(done.append, name))
-    step.begin(plan_of({}), ["gone"])
+    plan = plan_of({})
+    plan.kept.append("kept")  # has ended too, and others may go on from it
+    for name in ("stays", "gone", "kept"):
+        step.transitions.partial_states(name)["one"] = 1
+    step.begin(plan, ["gone", "kept"])
     step.begin(plan_of({}), [])
-    assert done == ["stays"]
+    assert done == ["stays", "kept"]
+    assert step.transitions.partial_states("kept") == {}
 
 
 def test_bidirectional_prompts_are_left_to_stock():
@@ -208,9 +213,12 @@ def test_a_plan_arrives_as_it_was_sent(rows):
     plan = plan_of(rows)
     plan.stats["transitions"] = 1
     plan.restarted.append("session")
+    plan.kept.append("ended")
+    plan.copies.append((3, 7))
     received = pickle.loads(pickle.dumps(plan))
     assert received.rows == rows and received.stats == plan.stats
-    assert received.restarted == ["session"]
+    assert received.restarted == ["session"] and received.kept == ["ended"]
+    assert received.copies == [(3, 7)]
 
 
 def test_rows_of_a_plan_in_any_order():

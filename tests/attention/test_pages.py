@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_h2o.attention.pages import Pages, clear_blocks
+from vllm_h2o.attention.pages import Pages, clear_blocks, copy_blocks
 from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
 
@@ -73,6 +73,20 @@ def test_blocks_are_cleared_to_their_ends(rest):
     clear_blocks(content.as_strided(shape, strides), torch.tensor([4, 1]))
     assert raw.eq(0).all(dim=1).tolist() == [False, True, False, False, True]
     assert raw[[0, 2, 3]].eq(255).all()
+
+
+@pytest.mark.parametrize("rest", [0, 192])
+def test_blocks_are_copied_to_their_ends(rest):
+    """One may go to where another comes from; what is no target stays."""
+    raw, _, _ = make(torch.bfloat16, rest, ("attention",), False, False, True)
+    raw.copy_(torch.arange(NUM_BLOCKS)[:, None].expand_as(raw))
+    content = raw.view(-1).view(torch.bfloat16)
+    shape = (NUM_BLOCKS, NUM_HEADS, BLOCK, 2 * HEAD_SIZE)
+    strides = (len(raw[0]) // 2, BLOCK * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1)
+    cache = content.as_strided(shape, strides)
+    copy_blocks(cache, torch.tensor([1, 3, 4]), torch.tensor([4, 0, 2]))
+    assert (raw == raw[:, :1]).all()
+    assert raw[:, 0].tolist() == [3, 1, 4, 3, 1]
 
 
 def test_a_page_of_its_block_is_where_it_says():

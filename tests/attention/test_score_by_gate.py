@@ -84,3 +84,20 @@ def test_ways_to_rotate():
     ways = [rotation(64, neox=False), rotation(16), rotation(32, False), narrow]
     ways += [Rotation(None), rotation(64, positions=159), ways[0]]
     check(torch.bfloat16, 64, 16, 160, ways)
+
+
+@pytest.mark.parametrize("start", [16, 37, 150])
+def test_tokens_from_within_a_block_on(start):
+    """As those of the whole prompt."""
+    shape = torch.float32, 32, 16, 160, [rotation(32)]
+    expected = scores_of(reference.score_by_gate, *shape)[0]
+
+    def fill(layers, blocks, first_query):
+        (layer,) = layers
+        found = layer.state["attention"]
+        layer.params.gate.fill(
+            found[:, start:], layer.pages, blocks, first_query, start
+        )
+
+    actual = scores_of(fill, *shape)[0, :, start:]
+    torch.testing.assert_close(actual, expected[:, start:], rtol=1e-5, atol=1e-6)

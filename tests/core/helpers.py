@@ -49,6 +49,7 @@ def config_of(
     resident: str = "model",
     beside: str = "",
     prefill_chunk: int = 0,
+    keep: str = "none",
 ) -> Any:
     """An engine config with H2O on; for `beside` see `spec_beside`."""
     config = EngineArgs(
@@ -77,6 +78,7 @@ def config_of(
         "min_budget": 2 * BLOCK_SIZE,
         "resident_dtype": resident,
         "prefill_chunk": prefill_chunk,
+        "keep": keep,
     }
     config.additional_config = {**additional, CONFIG_KEY: settings}
     return config
@@ -142,11 +144,19 @@ class Driver:
         log_stats: bool = False,
         resident: str = "model",
         prefill_chunk: int = 0,
+        keep: str = "none",
     ) -> None:
         config = config_of(
-            window, budget, chunk, policy, resident, beside, prefill_chunk
+            window, budget, chunk, policy, resident, beside, prefill_chunk, keep
         )
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk, self.keep = prefill_chunk, keep
+        self.requests: dict[str, Request] = {}
+        self.ends: dict[str, int] = {}
+        """Tokens that each request has computed when its steps so far have run."""
+        self.contents: dict[int, tuple[str, int]] = {}
+        """Of blocks then: whose they are, and in which of its resident columns."""
+        self.gone_on: dict[str, int] = {}
+        """Tokens that each request has not read, as it goes on from another."""
         self.chunks: dict[str, int] = {}
         """Tokens of a chunk of each request whose prompt is read in chunks."""
         config.cache_config.num_gpu_blocks = num_blocks
@@ -193,6 +203,7 @@ class Driver:
         prompt: list[int],
         max_tokens: int,
         session: str | None = None,
+        salt: str | None = None,
         **wishes: Any,
     ) -> str:
         """Add a request with wishes, or the next turn of a streaming-input session."""
@@ -201,16 +212,17 @@ class Driver:
             max_tokens=max_tokens, ignore_eos=True, extra_args={"h2o": wishes}
         )
         params.update_from_generation_config({}, eos_token_id=2)
-        self.scheduler.add_request(
-            Request(
-                name,
-                prompt,
-                params,
-                None,
-                block_hasher=self.hasher,
-                resumable=session is not None,
-            )
+        request = Request(
+            name,
+            prompt,
+            params,
+            None,
+            block_hasher=self.hasher,
+            resumable=session is not None,
+            cache_salt=salt,
         )
+        self.requests.setdefault(name, request)
+        self.scheduler.add_request(request)
         return name
 
     def budget_of(self, request: Request) -> int:
@@ -246,6 +258,7 @@ class Driver:
         """Schedule a step and leave it in flight."""
         output = self.scheduler.schedule()
         self._check_plan(output)
+        self._run(output)
         self.in_flight.append(output)
         self.check()
         return output
@@ -312,12 +325,20 @@ class Driver:
             assert len(blocks) == -(-computed // BLOCK_SIZE)
             return
         read_at_once = self.chunks.get(name, end)
-        assert manager.is_resident(name) == (computed >= read_at_once)
-        if name in self.chunks:
+        if name in self.gone_on:
+            assert manager.is_resident(name)
+            first = self.gone_on[name] // BLOCK_SIZE
+            prompt = {block.block_id for block in blocks[first : manager.dense_columns]}
+            most = min(self.gone_on[name] + read_at_once, end)
+            of_chunk = -(-most // BLOCK_SIZE) - first
+            assert len(prompt) == of_chunk or prompt == {0}
+        else:
+            assert manager.is_resident(name) == (computed >= read_at_once)
+        if name in self.chunks and name not in self.gone_on:
             prompt = {block.block_id for block in blocks[: manager.dense_columns]}
             of_chunk = -(-min(computed, read_at_once) // BLOCK_SIZE)
             assert len(prompt) == of_chunk or blocks[0].is_null and len(prompt) == 1
-        if computed >= read_at_once:
+        if manager.is_resident(name):
             resident = blocks[manager.dense_columns :]
             budget = self.budget_of(request)
             grown = manager.growths([name])
@@ -339,8 +360,6 @@ class Driver:
             request = self.scheduler.requests[name]
             if name in admitted:
                 self.read[name] = request.num_tokens
-                # What the cache gave leaves the observation window to compute, where
-                # the budget can bind and no gate stands for it; else the last token.
                 most = request.num_prompt_tokens + request.max_tokens
                 most, end = min(most, MAX_MODEL_LEN), request.num_tokens
                 if is_full(request):
@@ -349,21 +368,18 @@ class Driver:
                     self.steps[name] = self.ladder.enters(
                         request.num_tokens, most, self.share_of(request)
                     )
-                # Within the budget, or at an end with the first token.
                 budget = self.budget_of(request)
                 assert row.budget == budget
                 chunk = self._note_chunk(request, budget)
-                end = min(end, chunk or end)
-                assert row.prefill_end == end
-                first_query = self._first_query(request, end)
-                if most <= max(budget, end + 1):
-                    first_query = max(budget, end)
-                assert row.first_query == first_query
-                limit = request.num_tokens - 1
-                if not self.gated:
-                    limit = min(row.first_query, limit)
-                assert row.num_computed_tokens <= (0 if chunk else limit)
                 self.transitions[name] = 0
+                self.gone_on.pop(name, None)
+                copies = [
+                    x for x in output.h2o_plan.copies if x[1] in self._residents(name)
+                ]
+                if copies:
+                    self._note_going_on(request, row, copies)
+                else:
+                    self._check_admitted(request, row, chunk, min(end, chunk or end))
             end = row.num_computed_tokens + row.num_scheduled_tokens
             if self.climbs(request) and not row.stays_dense:
                 self._check_growth(name, end, row, self.share_of(request))
@@ -371,7 +387,7 @@ class Driver:
             if row.decodes:
                 assert row.num_scheduled_tokens == 1
                 chunk = self.chunks.get(name, self.read[name])
-                chunks = -(-self.read[name] // chunk)
+                chunks = -(-(self.read[name] - self.gone_on.get(name, 0)) // chunk)
                 assert row.stays_dense or self.transitions[name] == chunks
             else:
                 self._check_chunk(name, row)
@@ -379,6 +395,27 @@ class Driver:
                 ends = end == row.prefill_end and not row.stays_dense
                 assert row.is_transition == ends
                 self.transitions[name] += row.is_transition
+
+    def _check_admitted(
+        self, request: Request, row: RowPlan, chunk: int, end: int
+    ) -> None:
+        """What the cache gave leaves the observation window to compute, where a budget
+        can bind and no gate stands for it; else the last token."""
+        first_query = self._first_query(request, end)
+        most = request.num_prompt_tokens + request.max_tokens
+        most = min(most, MAX_MODEL_LEN)
+        if is_full(request):
+            end = most
+        assert row.prefill_end == end
+        # Within the budget, or at an end with the first token.
+        is_asked_for_later = wishes_of(request).get("keep") == "end"
+        if most <= max(row.budget, end + (not is_asked_for_later)):
+            first_query = max(row.budget, end)
+        assert row.first_query == first_query
+        limit = request.num_tokens - 1
+        if not self.gated:
+            limit = min(row.first_query, limit)
+        assert row.num_computed_tokens <= (0 if chunk else limit)
 
     def _note_chunk(self, request: Request, budget: int) -> int:
         """Tokens of a chunk, if the request is read in chunks; else 0."""
@@ -402,11 +439,56 @@ class Driver:
         if chunk is None:
             assert row.chunk_start == 0
             return
-        start = row.num_computed_tokens // chunk * chunk
+        origin = self.gone_on.get(name, 0)
+        start = origin + (row.num_computed_tokens - origin) // chunk * chunk
         assert row.chunk_start == start
         assert row.prefill_end == min(start + chunk, self.read[name])
         assert row.first_query == self._first_query(request, row.prefill_end)
-        assert row.scored_from == self._first_query(request, start)
+        if start > origin:
+            assert row.scored_from == self._first_query(request, start)
+
+    def _keeps(self, request: Request) -> bool:
+        """Whether something stays of the request when it has ended."""
+        keeps = wishes_of(request).get("keep", self.keep) != "none"
+        return keeps and not is_full(request)
+
+    def _residents(self, name: str) -> list[int]:
+        blocks = self.manager.req_to_blocks[name][self.manager.dense_columns :]
+        return [block.block_id for block in blocks]
+
+    def _note_going_on(
+        self, request: Request, row: RowPlan, copies: list[tuple[int, int]]
+    ) -> None:
+        """What a request goes on from is there, whole, and of its own first tokens."""
+        assert wishes_of(request)["continue"]
+        name, start = request.request_id, row.num_computed_tokens
+        assert [target for _, target in copies] == self._residents(name)
+        held = [self.contents[source] for source, _ in copies]
+        ended = held[0][0]
+        assert held == [(ended, column) for column in range(len(copies))]
+        assert ended in self.finished or ended not in self.scheduler.requests
+        assert self._keeps(self.requests[ended]) and self.ends[ended] == start
+        tokens = self.requests[ended].all_token_ids[:start]
+        assert request.all_token_ids[:start] == tokens and start < request.num_tokens
+        assert self.requests[ended].cache_salt == request.cache_salt
+        self.gone_on[name] = start
+        asked = wishes_of(request).get("prefill_chunk", self.prefill_chunk)
+        rest = -(-(request.num_tokens - start) // BLOCK_SIZE) * BLOCK_SIZE
+        least = -(-max(asked, 2 * row.budget) // BLOCK_SIZE) * BLOCK_SIZE
+        self.chunks[name] = min(least, rest) if asked else rest
+        self._check_chunk(name, row)
+
+    def _run(self, output: Any) -> None:
+        """What the worker will do to blocks, in the order of the steps."""
+        plan = output.h2o_plan
+        assert len({target for _, target in plan.copies}) == len(plan.copies)
+        for name, row in plan.rows.items():
+            self.ends[name] = row.num_computed_tokens + row.num_scheduled_tokens
+            blocks = self.manager.req_to_blocks[name]
+            for block in blocks[: self.manager.dense_columns]:
+                self.contents[block.block_id] = name, -1
+            for column, block_id in enumerate(self._residents(name)):
+                self.contents[block_id] = name, column
 
     def _check_growth(
         self, name: str, end: int, row: RowPlan, share: float | None

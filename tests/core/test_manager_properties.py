@@ -1,5 +1,7 @@
 """Random lives of requests; the pool adds up after every step."""
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.engine import FinishReason
 
-from tests.core.helpers import BLOCK_SIZE, Driver
+from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, Driver
 
 # The longest request and its residents fit; three of them do not.
 SMALL_POOL = 36
@@ -27,6 +29,7 @@ class Lives(RuleBasedStateMachine):
     policy = "h2o"
     resident = "model"
     prefill_chunk = 0
+    keep = "none"
     wishes = st.sampled_from(
         [{}, {"policy": "full"}, {"observation_window": 5}, {"policy": "h2o"}]
         + [{"observation_window": "all"}, {}]
@@ -48,6 +51,7 @@ class Lives(RuleBasedStateMachine):
             self.policy,
             resident=self.resident,
             prefill_chunk=self.prefill_chunk,
+            keep=self.keep,
         )
         self.alive: list[str] = []
         self.refused: list[str] = []
@@ -170,6 +174,15 @@ class ChunkedStateLives(StateLives):
     prefill_chunk = 64
 
 
+class KeptLives(AsyncLives):
+    """What requests hold at their ends is kept."""
+
+    keep = "end"
+    wishes = st.sampled_from(
+        [{}, {"policy": "full"}, {"budget": 32}, {"keep": "none"}, {"continue": True}]
+    )
+
+
 @pytest.mark.parametrize(
     "machine",
     [
@@ -183,6 +196,7 @@ class ChunkedStateLives(StateLives):
         ChunkedLives,
         ChunkedHybridLives,
         ChunkedStateLives,
+        KeptLives,
     ],
 )
 def test_pool_adds_up(machine):
@@ -592,3 +606,188 @@ def test_a_prompt_within_a_chunk_is_read_as_without_chunks():
             driver.drain()
         plans.append(mine)
     assert plans[0] == plans[1]
+
+
+def kept_turn(driver, prompt=100, generated=20, **wishes):
+    """All tokens of a request that has ended in an engine that keeps."""
+    name = driver.add(list(range(1, prompt + 1)), generated, **wishes)
+    driver.drain()
+    return list(driver.requests[name].all_token_ids)
+
+
+def test_the_next_turn_goes_on_from_what_the_last_has_held():
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    turn = kept_turn(driver) + [5] * 30
+    name = driver.add(turn, 10, report=True, **{"continue": True})
+    plan = driver.schedule().h2o_plan
+    # The last token of the answer was never computed.
+    row = plan.rows[name]
+    assert (row.num_computed_tokens, row.chunk_start, row.prefill_end) == (
+        119,
+        119,
+        150,
+    )
+    assert row.scored_from == 100 - 20 and row.first_query == 150 - 20
+    assert row.is_transition and len(plan.copies) == 4
+    held = driver.pool.num_gpu_blocks - 1 - driver.pool.get_num_free_blocks()
+    assert held == 3 + 4, "31 tokens from the 8th block on, and the budget"
+    driver.drain()
+    assert driver.reports[name]["tokens_continued"] == 119
+    assert driver.scheduler.h2o_stats.continued_tokens == 119
+    assert driver.scheduler.h2o_stats.kept_requests == 2
+    driver.assert_pool_whole()
+
+
+@pytest.mark.parametrize("wishes", [{"keep": "none"}, {"policy": "full"}])
+def test_what_does_not_ask_for_it_is_not_kept(wishes):
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    turn = kept_turn(driver, **wishes)
+    driver.add(turn + [5] * 30, 10, **{"continue": True})
+    assert not driver.schedule().h2o_plan.copies
+
+
+def test_what_does_not_ask_for_it_does_not_go_on():
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    turn = kept_turn(driver)
+    for asked, more in (({}, 5), ({"continue": True}, 6)):
+        driver.add(turn + [more] * 30, 10, **asked)
+        assert bool(driver.schedule().h2o_plan.copies) == bool(asked)
+        driver.drain()
+
+
+@pytest.mark.parametrize("wishes", [{"budget": 32}, {"budget": 64}])
+def test_what_had_another_budget_is_not_gone_on_from(wishes):
+    """Nor what had as many slots, but as its own number: they may lie otherwise."""
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    turn = kept_turn(driver)
+    driver.add(turn + [5] * 30, 10, **{"continue": True} | wishes)
+    assert not driver.schedule().h2o_plan.copies
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_prefix_hit_of_more_tokens_comes_first(is_full):
+    """It is exact."""
+    driver = Driver(64, budget=64, chunk=200, keep="end", policy="gate")
+    kept_turn(driver, 100, 1, keep="end")
+    longer = list(range(1, 101)) + [7] * 90
+    if is_full:
+        driver.add(longer, 2, policy="full")
+        driver.drain()
+    driver.add(longer, 20, **{"continue": True})
+    plan = driver.schedule().h2o_plan
+    assert bool(plan.copies) != is_full
+    assert plan.num_computed_tokens.tolist() == [176 if is_full else 100]
+
+
+def test_a_stranger_does_not_go_on_from_what_is_kept():
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    prompt = list(range(1, 101))
+    name = driver.add(prompt, 20, salt="mine")
+    driver.drain()
+    turn = list(driver.requests[name].all_token_ids) + [5] * 30
+    for salt, goes_on in (("mine", True), ("other", False), (None, False)):
+        driver.add(turn, 10, salt=salt, **{"continue": True})
+        assert bool(driver.schedule().h2o_plan.copies) == goes_on
+        driver.drain()
+
+
+def test_what_is_kept_is_given_away_before_anything_waits():
+    """The oldest first; what is left of it is nobody's."""
+    driver = Driver(26, budget=64, chunk=200, keep="end")
+    first, second = kept_turn(driver, 100), kept_turn(driver, 99)
+    name = driver.add(list(range(3000, 3200)), 20)
+    driver.schedule()
+    assert driver.manager.req_to_blocks[name]
+    driver.drain()
+    assert driver.scheduler.h2o_stats.preemptions == 0
+    for turn, goes_on in ((second, True), (first, False)):
+        driver.add(turn + [5], 2, **{"continue": True})
+        assert bool(driver.schedule().h2o_plan.copies) == goes_on
+        driver.drain()
+    driver.assert_pool_whole()
+
+
+def test_the_cache_is_reset_with_what_is_kept():
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    turn = kept_turn(driver) + [5]
+    assert driver.scheduler.reset_prefix_cache()
+    driver.add(turn, 2, **{"continue": True})
+    assert not driver.schedule().h2o_plan.copies
+
+
+def test_a_prompt_of_which_one_token_is_asked_is_kept():
+    """Compress once, ask many."""
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    turn = kept_turn(driver, 100, 1, keep="end")
+    for question in (5, 6):
+        driver.add(turn[:100] + [question] * 9, 4, **{"continue": True})
+    plan = driver.schedule().h2o_plan
+    assert plan.num_computed_tokens.tolist() == [100, 100] and len(plan.copies) == 8
+    driver.drain()
+    driver.assert_pool_whole()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": 32},
+        {"budget": "20%"},
+        {"budget": 64, "policy": "gate", "beside": ""},
+        {"budget": 32, "prefill_chunk": 40, "chunk": 17},
+        {"budget": 64, "resident": "int8"},
+    ],
+)
+def test_conversations_in_any_order(options):
+    """Turns, other turns of the same, strangers, aborts and preemptions, two steps in
+    flight, in a pool that holds a few conversations."""
+    draw = random.Random(6)
+    driver = Driver(**{"num_blocks": SMALL_POOL, "chunk": 48, "keep": "end"} | options)
+    told, gone_on = [list(range(1, 60))], 0
+    for _ in range(800):
+        if draw.random() < 0.25:
+            turn = draw.choice(told[-6:])
+            asked = {"continue": True} if draw.random() < 0.8 else {}
+            more = [draw.randrange(9)] * draw.choice([1, 5, 20, 60])
+            tokens = (turn + more)[: MAX_MODEL_LEN - 20]
+            driver.add(tokens, draw.choice([1, 4, 20]), **asked)
+        if len(driver.in_flight) < 2:
+            plan = driver.schedule().h2o_plan
+            gone_on += len(plan.copies) > 0
+        for _ in range(draw.randrange(2) + len(driver.in_flight) // 2):
+            if driver.in_flight:
+                driver.process()
+        if draw.random() < 0.02 and driver.running():
+            driver.abort(driver.running()[0].request_id)
+        if draw.random() < 0.005:
+            driver.preempt_all()
+        ended = [list(driver.requests[name].all_token_ids) for name in driver.finished]
+        told = [list(range(1, 60)), *ended]
+    driver.drain()
+    driver.assert_pool_whole()
+    assert gone_on > 2
+
+
+def test_the_same_once_more_takes_the_place_of_what_is_kept():
+    driver = Driver(64, budget=64, chunk=200, keep="end", policy="gate")
+    for _ in range(5):
+        name = driver.add(list(range(1, 101)), 1, keep="end")
+        driver.drain()
+    (entries,) = driver.scheduler._kept._entries.values()
+    assert len(entries) == 1 and entries[0].is_whole
+    driver.add([*driver.requests[name].all_token_ids, 5], 2, **{"continue": True})
+    assert driver.schedule().h2o_plan.copies
+
+
+def test_turns_of_a_session_are_not_kept():
+    """With a step in flight they end behind the token that vLLM says."""
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    driver.add(list(range(1, 101)), 20, session="chat")
+    while not driver.scheduler.num_waiting_for_streaming_input:
+        driver.schedule()
+        driver.process()
+    driver.add([5] * 30, 10, session="chat")
+    driver.schedule()
+    driver.process()
+    driver.abort("chat")
+    assert driver.scheduler.h2o_stats.kept_requests == 0
+    driver.assert_pool_whole()

@@ -9,6 +9,7 @@ from tests.core.helpers import Driver
 from vllm_h2o.core.metrics import StepReport
 
 INCREMENTS = ("transitions", "evicted_tokens", "freed_dense_blocks")
+INCREMENTS += ("kept_requests", "continued_tokens")
 
 
 class Front:
@@ -52,6 +53,8 @@ class Front:
             "transitions": stats.transitions,
             "evicted_tokens": stats.tokens_evicted,
             "freed_dense_blocks": stats.blocks_freed,
+            "kept_requests": stats.kept_requests,
+            "continued_tokens": stats.continued_tokens,
         }
 
 
@@ -163,3 +166,15 @@ def test_nothing_is_gathered_where_stats_are_off():
     driver.drain()
     assert driver.scheduler.make_stats() is None
     assert not driver.scheduler._reporter._finished
+
+
+def test_what_is_kept_and_gone_on_from_is_counted():
+    front = Front(Driver(64, budget=64, chunk=200, log_stats=True, keep="end"))
+    tokens = list(range(1, 101))
+    for turn in range(3):
+        name = front.driver.add(tokens, 20, **{"continue": True})
+        front.drain()
+        assert front.total["kept_requests"] == turn + 1
+        tokens = [*front.driver.requests[name].all_token_ids, 5, 6]
+    assert front.total["continued_tokens"] == (100 + 19) + (122 + 19)
+    front.assert_counted()

@@ -16,6 +16,8 @@ NAMES = {
     "h2o_transitions_total",
     "h2o_evicted_tokens_total",
     "h2o_freed_dense_blocks_total",
+    "h2o_kept_requests_total",
+    "h2o_continued_tokens_total",
     "h2o_dense_blocks",
     "h2o_resident_blocks",
     "h2o_requests",

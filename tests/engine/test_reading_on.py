@@ -27,6 +27,7 @@ OPTIONS = {
     "h2o_recent_ratio": 0.5,
     "h2o_observation_window": 48,
     "h2o_prefill_chunk": CHUNK,
+    "h2o_keep": "end",
     "max_model_len": 512,
     "max_num_batched_tokens": 96,
     "enable_prefix_caching": True,
@@ -59,6 +60,7 @@ def test_engine_equals_reference():
         )
         for _ in range(2):
             assert_equal_densely(llm, prompts, expected)
+        _assert_goes_on(llm, model, expected, prompts, (variant, COMMON, own))
         llm.collective_rpc("probe_watch")
         add(llm, "preempted", prompts[0], NUM_TOKENS)
         for _ in range(4):  # in its second chunk
@@ -72,3 +74,21 @@ def test_engine_equals_reference():
         kept = [[head.survivors() for head in layer] for layer in expected[0].heads]
         assert survivors == kept
         assert_pool_whole(llm)
+
+
+def _assert_goes_on(llm, model, expected, prompts, rules):
+    """The next turns of conversations go on from what the last ones have held: of one
+    chunk, and of two; and of one of them once more, as another may want it too."""
+    variant, common, own = rules
+    more = prompts_of(300)[0][100:]
+    for which, length in ((0, 90), (2, 200), (0, 90)):
+        turn = prompts[which] + expected[which].tokens + more[:length]
+        result = generate(
+            model, turn, NUM_TOKENS, [variant], common, own, chunk=CHUNK,
+            before=expected[which],
+        )  # fmt: skip
+        before = scheduler(llm).h2o_stats.continued_tokens
+        assert_equal_densely(llm, [turn], result, [{"continue": True}])
+        gone_on = scheduler(llm).h2o_stats.continued_tokens - before
+        assert gone_on == len(prompts[which]) + NUM_TOKENS - 1
+    assert_pool_whole(llm)

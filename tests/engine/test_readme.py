@@ -51,6 +51,17 @@ def test_offline_example(model):
         assert report["tokens_evicted"] == tokens - report["budget"]
 
 
+@pytest.mark.slow
+def test_conversation_example():
+    """All turns but the first go on from the one before."""
+    output = printed(EXAMPLES / "conversation.py", ensure_model())
+    told = re.findall(r"(?m)^(\d+) tokens, (\d+) not read", output)
+    turns, unread = ([int(turn[i]) for turn in told] for i in range(2))
+    assert len(turns) == len(unread) == 10 and unread[0] == 0
+    for before, known in zip(turns, unread[1:], strict=False):
+        assert before <= known < before + 48
+
+
 def printed(*command: str | Path) -> str:
     """What a script prints, run as a user runs it."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -49,6 +49,7 @@ MODEL = str(SMOLLM2)
         ("observation_window", "0%", "'20%'"),
         ("observation_window", "101%", "'20%'"),
         ("prefill_chunk", -1, "from 0 to 2147483648"),
+        ("keep", "prompt", "none, end"),
         ("prefill_chunk", 2.5, "whole number"),
         ("read", "0%", "'20%'"),
         ("read", 20, "'20%'"),
@@ -234,6 +235,21 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
                 ),
             )
         ),
+        *(
+            (
+                {"kv_policy": policy, "h2o_keep": "end"} | options,
+                ["h2o_keep='end'", "--h2o-keep", needed, given, "or 'none'"],
+            )
+            for policy, options, needed, given in (
+                ("mpcache", {}, "h2o_read='100%'", "'20%'"),
+                (
+                    "cake",
+                    {"h2o_head_budgets": "request"},
+                    "h2o_head_budgets='auto'",
+                    "'request'",
+                ),
+            )
+        ),
         (
             {"kv_policy": "h2o", "h2o_merge": "value", "h2o_eviction_unit": "block"},
             ["h2o_merge='value'", "h2o_eviction_unit='token'", "'none'"],
@@ -403,6 +419,22 @@ def test_chunks_of_a_model_that_reads_images_both_ways_are_refused(model_of):
         check_vllm_config(config)
 
 
+def test_what_does_not_go_on_is_not_kept(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"h2o_keep": "end"}
+    check_vllm_config(resolved(options))
+    refused(
+        options | {"enable_prefix_caching": False},
+        "--h2o-keep='end': it needs --enable-prefix-caching: use 'none'",
+    )
+    config = resolved(options)
+    config.model_config.is_mm_prefix_lm = True
+    with pytest.raises(ValueError, match="--h2o-keep='end': this model reads images"):
+        check_vllm_config(config)
+    shape = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+    hybrid = model_of("Lfm2ForCausalLM", **shape) | {"h2o_keep": "end"}
+    refused(hybrid, "--h2o-keep='end'", "a window or a state of their own: use 'none'")
+
+
 def test_kv_cache_of_another_dtype_is_refused(model_of):
     options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_cache_dtype": "bfloat16"}
     args = EngineArgs(kv_policy="h2o", dtype="float32", **options)
@@ -439,6 +471,7 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
         ("d2o", {}, "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
         ("cake", {}, "h2o_score='cake'.*on CUDA.*mean, sum"),
         ("h2o", {"prefill_chunk": 512}, "h2o_prefill_chunk=512.*on CUDA.*use 0"),
+        ("h2o", {"keep": "end"}, "h2o_keep='end'.*on CUDA.*use 'none'"),
     ],
 )
 def test_an_option_without_a_kernel_is_refused(preset, options, complaint):

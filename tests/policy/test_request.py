@@ -55,6 +55,9 @@ def limits_of_share(share="20%", longest=LONGEST, device="cpu"):
         ),
         ({"h2o_prefill_chunk": 512.0}, RequestOptions(prefill_chunk=512)),
         ({"h2o": {"prefill_chunk": "0"}}, RequestOptions(prefill_chunk=0)),
+        ({"h2o_keep": "none"}, RequestOptions(keep="none")),
+        ({"h2o": {"continue": True}}, RequestOptions(continue_=True)),
+        ({"h2o_continue": 1}, RequestOptions(continue_=True)),
         ({"h2o": {"report": True}}, RequestOptions(report=True)),
         ({"h2o_report": 1}, RequestOptions(report=True)),
         ({"h2o_report": 1.0}, RequestOptions(report=True)),
@@ -71,7 +74,8 @@ def limits_of_share(share="20%", longest=LONGEST, device="cpu"):
     ],
 )
 def test_is_read(extra_args, expected):
-    limits = limits_of(H2OConfig(prompt_score="attention", prefill_chunk=1024))
+    config = H2OConfig(prompt_score="attention", prefill_chunk=1024, keep="end")
+    limits = limits_of(config)
     assert RequestOptions.parse(extra_args, limits, MOST) == expected
 
 
@@ -84,7 +88,9 @@ def nested(depth):
 
 
 @pytest.mark.parametrize(
-    "option", ["policy", "budget", "observation_window", "prefill_chunk", "report"]
+    "option",
+    ["policy", "budget", "observation_window", "prefill_chunk", "keep"]
+    + ["continue", "report"],
 )
 def test_any_wish_is_named_in_a_short_message(option):
     limits = limits_of(H2OConfig(prompt_score="attention"))
@@ -170,6 +176,18 @@ def test_any_name_of_a_wish_is_named_in_a_short_message():
             ("h2o", {"h2o_prefill_chunk": bad}, [repr(bad), "such as 2048"])
             for bad in (-1, 1.5, True, "half", [512], float("nan"))
         ),
+        (
+            "h2o",
+            {"h2o_keep": "end"},
+            ["h2o_keep", "'end'", "no effect", "--h2o-keep end", "leave it out"],
+        ),
+        (
+            "h2o",
+            {"h2o_continue": True},
+            ["h2o_continue", "True", "--h2o-keep end", "leave it out"],
+        ),
+        ("h2o", {"h2o_keep": "prompt"}, ["h2o_keep", "'prompt'", "'end' or 'none'"]),
+        ("h2o", {"h2o_continue": "often"}, ["h2o_continue", "true or false"]),
         (
             "h2o",
             {"h2o_prefill_chunk": 512},

@@ -8,8 +8,9 @@ KV head has a mask over all positions, and evicting is clearing a bit.
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -287,6 +288,16 @@ class Head:
         self.lost: int | None = None
         self.threshold: float | None = None
 
+    def stretched(self, capacity: int) -> Head:
+        """A copy with room for so many tokens."""
+        other = copy.copy(self)
+        for name in ("kept", "received", "slots"):
+            mine = getattr(self, name)
+            more = mine.new_zeros(capacity - len(mine))
+            setattr(other, name, torch.cat([mine, more]))
+        other.close_calls, other.close_heirs = set(), set()
+        return other
+
     def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Where its keys and values are, `[capacity, head_dim]`; it may change them."""
         self.past_keys, self.past_values = keys, values
@@ -385,8 +396,13 @@ class Head:
         ranked = sorted(range(pinned, len(groups)), key=lambda i: (-groups[i], i))
         winners = [*range(pinned), *ranked][: sizes.heavy // unit]
         if len(ranked) > len(winners) - pinned > 0:
-            last, first = winners[-1], ranked[len(winners) - pinned]
-            self.note_close_call((groups[last], last), (groups[first], first))
+            # Where neighbours share a score, others may be close to theirs.
+            losers = ranked[len(winners) - pinned :]
+            last, first = winners[-1], losers[0]
+            for i in winners[pinned:]:
+                self.note_close_call((groups[i], i), (groups[first], first))
+            for i in losers:
+                self.note_close_call((groups[last], last), (groups[i], i))
         for slot, i in enumerate(sorted(winners)):
             self.kept[i * unit : (i + 1) * unit] = True
             self.slots[i * unit : (i + 1) * unit] = slot * unit + torch.arange(unit)
@@ -563,6 +579,8 @@ class Result:
     heads: list[list[Head]]
     losses: list[float]
     margin: float
+    keys: list[torch.Tensor] = field(repr=False, default_factory=list)
+    values: list[torch.Tensor] = field(repr=False, default_factory=list)
 
 
 @torch.no_grad()
@@ -576,12 +594,14 @@ def generate(
     forced: list[int] | None = None,
     head_class: type[Head] = Head,
     chunk: int | None = None,
+    before: Result | None = None,
 ) -> list[Result]:
     """Decode greedily, or through `forced` tokens, under every variant.
 
     `own_sizes` are those of each layer and KV head; `sizes` then is their average,
     up to which nothing is evicted. `head_class` may score otherwise. A prompt is read
-    in chunks of `chunk` tokens, by one variant, or whole.
+    in chunks of `chunk` tokens, by one variant, or whole. It goes on from what
+    another prompt and its answer have left `before`, with which it begins.
     """
     n, capacity = len(prompt), len(prompt) + num_tokens
     group = model.num_heads // model.num_kv_heads
@@ -600,8 +620,15 @@ def generate(
     ]
     shape = (len(variants), model.num_kv_heads, capacity, model.head_dim)
     keys, values = ([torch.zeros(shape) for _ in model.attending] for _ in range(2))
-    assert chunk is None or len(variants) == 1
-    for start in range(0, n, chunk or n):
+    assert chunk is None and before is None or len(variants) == 1
+    done = 0
+    if before is not None:
+        done = before.keys[0].shape[2] - 1  # the last token was never computed
+        for layer in range(len(model.attending)):
+            keys[layer][:, :, :done] = before.keys[layer][:, :, :done]
+            values[layer][:, :, :done] = before.values[layer][:, :, :done]
+        heads = [[[head.stretched(capacity) for head in x] for x in before.heads]]
+    for start in range(done, n, chunk or n):
         end = min(start + (chunk or n), n)
         x = model.embed(torch.tensor(prompt[start:end]))
         causal = torch.ones(end - start, end, dtype=torch.bool).tril(start)
@@ -679,4 +706,4 @@ def generate(
             x = model.after_attention(x, mixed.flatten(1, 2), number)
         next_tokens(model.logits(x))
     parts = zip(tokens, heads, losses, margins, strict=True)
-    return [Result(*part) for part in parts]
+    return [Result(*part, keys, values) for part in parts]

@@ -45,7 +45,7 @@ class LayerGate:
             pages: The layer's pages.
             blocks: `[>= cdiv(n, block_size)]` int32 dense blocks of the prompt.
             first_query: Position of the first query that the expectation stands for.
-            start: Position of the first of the tokens, where a block begins.
+            start: Position of the first of the tokens.
         """
         n = start + attention.shape[1]
         size = pages.block_size * max(1, TOKENS_AT_ONCE // pages.block_size)
@@ -65,7 +65,9 @@ class LayerGate:
         # keys: [blocks, heads, head_size, block_size], values: [.., block_size, ..].
         keys = pages.keys[held].permute(0, 3, 1, 2).flatten(0, 1)
         values = pages.values[held].transpose(1, 2).flatten(0, 1)
-        keys, values = (x[: last - first].float() for x in (keys, values))
+        before = first % pages.block_size
+        mine = slice(before, before + last - first)
+        keys, values = (x[mine].float() for x in (keys, values))
         if self.rotation is not None:
             keys = self.rotation.undone(keys, first)
         ages = n - torch.arange(first, last, device=keys.device)

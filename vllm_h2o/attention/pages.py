@@ -267,14 +267,32 @@ def clear_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
         kv_cache: See `Pages.view`.
         block_ids: `[n]` int64, on its device, of blocks that nobody reads.
     """
+    _whole_blocks(kv_cache).index_fill_(0, block_ids, 0)
+
+
+def copy_blocks(
+    kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+) -> None:
+    """Copy blocks with all that is in them; what is a target may be a source too.
+
+    Args:
+        kv_cache: See `Pages.view`.
+        sources: `[n]` int64 block ids, on its device.
+        targets: The same, each once.
+    """
+    blocks = _whole_blocks(kv_cache)
+    blocks.index_copy_(0, targets, blocks[sources])
+
+
+def _whole_blocks(kv_cache: torch.Tensor) -> torch.Tensor:
+    """`[num_blocks, n]` int32, what blocks of a cache have with our state."""
     num_blocks, item = len(kv_cache), kv_cache.element_size()
     stride = kv_cache.stride(0) * item // 4
     start = int(kv_cache.storage_offset()) * item // 4
     content = _elements(kv_cache, torch.int32)
     # The last block may end before its padding does.
     longest = min(stride, len(content) - start - (num_blocks - 1) * stride)
-    blocks = content.as_strided((num_blocks, longest), (stride, 1), start)
-    blocks.index_fill_(0, block_ids, 0)
+    return content.as_strided((num_blocks, longest), (stride, 1), start)
 
 
 def _state(

@@ -36,8 +36,11 @@ class StepRows:
         """
         self._plan = plan
         for request_id in gone:
-            self.transitions.forget(request_id)
+            if request_id not in plan.kept:
+                self.transitions.forget(request_id)
         self.transitions.run()
+        for request_id in plan.kept:  # another may go on from what was due of these
+            self.transitions.forget(request_id)
 
     def end(self) -> None:
         """Forget the plan: what runs now is a dummy run."""

@@ -19,7 +19,9 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
 )
 
+from vllm_h2o.core.kept import Residents
 from vllm_h2o.policy.chunks import ChunkSpan, chunk_at, chunk_tokens
+from vllm_h2o.policy.config import END
 from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import first_observer, place_of
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
@@ -36,14 +38,23 @@ _NEVER_GROWN = 0, 0, 0, 0
 
 
 class _Reading(NamedTuple):
-    """How a request reads on: tokens of a chunk, and its observation window."""
+    """How a request reads on.
+
+    Attributes:
+        chunk: Tokens of a chunk, whole blocks.
+        window: Its observation window.
+        start: Tokens before the first chunk: those of what it goes on from.
+        scored_from: Position of the first query that has scored that.
+    """
 
     chunk: int
     window: int | str | None
+    start: int = 0
+    scored_from: int = 0
 
     def span(self, position: int, prompt_end: int) -> ChunkSpan:
         """The chunk that a position is in; of what comes later, the last."""
-        return chunk_at(position, self.chunk, prompt_end)
+        return chunk_at(position, self.chunk, prompt_end, self.start)
 
 
 class H2OManager(FullAttentionManager):
@@ -64,6 +75,9 @@ class H2OManager(FullAttentionManager):
     A prompt longer than a chunk is read in chunks, where prompts are: it has blocks for
     one, which its dense columns name in turn, and its resident blocks from the first
     chunk's last step on. These dense blocks are its own, and nothing is published.
+
+    One that goes on from what another has held has resident blocks from its first step
+    on, for a copy of that, and null blocks in the columns of what it does not read.
 
     A request that can not outgrow its budget, that ends with its first token, or that
     asks for it, stays dense: its row is stock vLLM's to its end, its blocks are shared
@@ -100,6 +114,9 @@ class H2OManager(FullAttentionManager):
         self._growth: dict[str, tuple[int, int, int, int]] = {}
         self._reading: dict[str, _Reading] = {}
         self._readers: set[str] = set()
+        self._sources: dict[str, list[KVCacheBlock]] = {}
+        self._copies: list[tuple[int, int]] = []
+        self.continued_tokens = 0
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -130,22 +147,20 @@ class H2OManager(FullAttentionManager):
                 for good.
         """
         assert not self.req_to_blocks.get(request_id)
+        self._forget_reading(request_id)
         if options.is_full:
             prefill_end = most_tokens
         climb = climb or self._engines
         budget = climb.budget
         assert budget <= self.budget and not budget % self._block_slots
         first_query, window = max(budget, prefill_end), options.observation_window
-        asked = options.prefill_chunk
-        if asked is None:
-            asked = self.policy.prefill_chunk
-        chunk = chunk_tokens(asked, budget, self.block_size)
+        chunk = chunk_tokens(options.chunk(self.policy), budget, self.block_size)
         reads_on = 0 < chunk < prefill_end and not options.is_full
         if reads_on:
             self._reading[request_id] = _Reading(chunk, window)
             self._readers.add(request_id)
             first_query = first_observer(self.policy, chunk, window)
-        elif most_tokens > max(budget, prefill_end + 1):
+        elif most_tokens > max(budget, prefill_end + (options.keep != END)):
             first_query = first_observer(self.policy, prefill_end, window)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
@@ -155,6 +170,60 @@ class H2OManager(FullAttentionManager):
         # By the gate no query has to run for the scores.
         must_run = prefill_end if self.policy.gated else first_query
         self._lookup.must_run = 0 if reads_on else must_run
+
+    def go_on(
+        self, request_id: str, residents: Residents, options: RequestOptions
+    ) -> None:
+        """Let a request go on from what another has held, that has just begun so.
+
+        Args:
+            request_id: It holds no blocks here; see `begin_prefill`.
+            residents: Of its first tokens, with its budget.
+            options: What the request asks for.
+        """
+        end, start = self._prefill_end[request_id], residents.num_tokens
+        budget, window = self._budget[request_id], options.observation_window
+        assert budget == residents.budget and budget < start < end
+        asked = options.chunk(self.policy)
+        rest = cdiv(end - start, self.block_size) * self.block_size
+        chunk = min(chunk_tokens(asked, budget, self.block_size) or rest, rest)
+        reading = _Reading(chunk, window, start, residents.scored_from)
+        self._reading[request_id] = reading
+        self._readers.add(request_id)
+        self._sources[request_id] = residents.blocks
+        first_end = reading.span(start, end).end
+        self._first_query[request_id] = first_observer(self.policy, first_end, window)
+
+    def residents(self, request_id: str, num_tokens: int) -> Residents | None:
+        """What a request holds that another can go on from, or nothing.
+
+        Heads have parted when a budget is filled, and are full until it grows.
+
+        Args:
+            request_id: A request.
+            num_tokens: Tokens that it has computed.
+        """
+        if not self.is_resident(request_id) or self._climb[request_id].grown_at:
+            return None
+        end, budget = self._prefill_end[request_id], self._budget[request_id]
+        if num_tokens < end or num_tokens <= budget:
+            return None
+        scored_from = self._first_query[request_id]
+        if reading := self._reading.get(request_id):
+            scored_from = first_observer(self.policy, end, reading.window)
+        blocks = self.req_to_blocks[request_id][self.dense_columns :]
+        is_fixed = self._climb[request_id].is_fixed
+        return Residents(blocks, num_tokens, budget, is_fixed, scored_from)
+
+    def tokens_continued(self, request_id: str) -> int:
+        """Tokens that the request has not read, as another had."""
+        reading = self._reading.get(request_id)
+        return reading.start if reading else 0
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Blocks to be copied before the step that is scheduled, from and to."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def prefill_end(self, request_id: str) -> int:
         """Tokens that the request computes densely."""
@@ -186,6 +255,8 @@ class H2OManager(FullAttentionManager):
             computed = int(plan.num_computed_tokens[i])
             span = reading.span(computed, end)
             scored = [first_observer(self.policy, n, reading.window) for n in span]
+            if span.start == reading.start:
+                scored[0] = reading.scored_from
             plan.prefill_ends[i], plan.chunk_starts[i] = span.end, span.start
             plan.scored_from[i], plan.first_queries[i] = scored
             if computed >= end:  # It decodes: its last chunk's numbers are its own.
@@ -243,6 +314,8 @@ class H2OManager(FullAttentionManager):
             end = reading.chunk
         dense = cdiv(min(num_tokens, end), self.block_size)
         resident = 0
+        if reading and reading.start:
+            dense, end = self._dense_blocks(request_id), 0
         if num_tokens >= end:
             climb = self._climb_at(request_id, num_tokens)
             held = climb.budget if climb.grown_at else min(num_tokens, climb.budget)
@@ -313,9 +386,10 @@ class H2OManager(FullAttentionManager):
         dense, resident = self._missing(request_id, num_tokens)
         self._grow(request_id, num_tokens)
         blocks = self.req_to_blocks[request_id]
-        start = len(blocks)
+        start, first = len(blocks), self._first_column(request_id)
         if request_id not in self._served:
             self._num_dense += self.stays_dense(request_id)
+            blocks.extend([self._null_block] * first)
         blocks.extend(dense_blocks := self._new_blocks(dense))
         if self._record_new_block_ids:  # to be cleared; of residents no kernel reads
             self.new_block_ids.extend(block.block_id for block in dense_blocks)
@@ -326,11 +400,26 @@ class H2OManager(FullAttentionManager):
                 self._releasing.add(request_id)
             padding = max(self.dense_columns - len(blocks), 0)
             in_turn = request_id in self._reading
-            named = blocks.copy() if in_turn and padding else [self._null_block]
+            named = blocks[first:] if in_turn and padding else [self._null_block]
             blocks.extend(islice(cycle(named), padding))
-            blocks.extend(self._new_blocks(resident))
+            blocks.extend(residents := self._new_blocks(resident))
+            if request_id in self._sources:
+                self._copy(self._sources.pop(request_id), residents)
+                self.continued_tokens += self.tokens_continued(request_id)
         self._served[request_id] = self._tokens_served(request_id)
         return blocks[start:]
+
+    def _copy(self, held: list[KVCacheBlock], mine: list[KVCacheBlock]) -> None:
+        """Let the step that is scheduled begin with a copy of what is kept.
+
+        It may have just been given away: nothing is written to it before that.
+        """
+        pairs = zip(held, mine, strict=True)
+        self._copies.extend((old.block_id, new.block_id) for old, new in pairs)
+        if all(block.block_hash is not None for block in held):
+            # As after a hit of vLLM's, the last to be given away.
+            self.block_pool.touch(held)
+            self.block_pool.free_blocks(reversed(held))
 
     def _grow(self, request_id: str, num_tokens: int) -> None:
         """Note it where a request outgrows its budget."""
@@ -364,21 +453,28 @@ class H2OManager(FullAttentionManager):
             return
         self._releasing.remove(request_id)
         self._name_once(request_id)
-        last = self._dense_blocks(request_id)
-        self._remove_blocks_in_range(request_id, 0, last)
-        self.blocks_freed += last
+        first, count = self._first_column(request_id), self._dense_blocks(request_id)
+        self._remove_blocks_in_range(request_id, first, first + count)
+        self.blocks_freed += count
+
+    def _first_column(self, request_id: str) -> int:
+        """Column of the first token that the request reads."""
+        return self.tokens_continued(request_id) // self.block_size
 
     def _dense_blocks(self, request_id: str) -> int:
-        """Dense blocks of a request that is resident, or becomes so."""
-        reading = self._reading.get(request_id)
-        end = reading.chunk if reading else self._prefill_end[request_id]
-        return cdiv(end, self.block_size)
+        """Dense blocks of a request that is resident, or becomes so: from the column of
+        the first token that it reads on."""
+        end, reading = self._prefill_end[request_id], self._reading.get(request_id)
+        if reading:
+            end = min(reading.start + reading.chunk, end)
+        return cdiv(end, self.block_size) - self._first_column(request_id)
 
     def _name_once(self, request_id: str) -> None:
         """Name each dense block in one column, before they are freed."""
         if request_id not in self._reading or not self.is_resident(request_id):
             return
-        blocks, first = self.req_to_blocks[request_id], self._dense_blocks(request_id)
+        blocks, first = self.req_to_blocks[request_id], self._first_column(request_id)
+        first += self._dense_blocks(request_id)
         count = self.dense_columns - first
         blocks[first : self.dense_columns] = [self._null_block] * count
 
@@ -406,11 +502,15 @@ class H2OManager(FullAttentionManager):
         self._budget.pop(request_id, None)
         self._climb.pop(request_id, None)
         self._growth.pop(request_id, None)
-        self._reading.pop(request_id, None)
-        self._readers.discard(request_id)
+        self._forget_reading(request_id)
         self._served.pop(request_id, None)
         self._releasing.discard(request_id)
         return super().pop_blocks_for_free(request_id)
+
+    def _forget_reading(self, request_id: str) -> None:
+        self._reading.pop(request_id, None)
+        self._sources.pop(request_id, None)
+        self._readers.discard(request_id)
 
     # ---------------------------------------------------------- prefix caching
 
@@ -466,8 +566,8 @@ class H2OManager(FullAttentionManager):
         blocks = self.req_to_blocks[request_id]
         if request_id not in self._reading or not self.is_resident(request_id):
             return blocks
-        first = self._dense_blocks(request_id)
-        return blocks[:first] + blocks[self.dense_columns :]
+        last = self._first_column(request_id) + self._dense_blocks(request_id)
+        return blocks[:last] + blocks[self.dense_columns :]
 
     def check_counts(self) -> None:
         """Assert that what is counted step by step is what the rows say."""
@@ -478,7 +578,8 @@ class H2OManager(FullAttentionManager):
         in_chunks = [
             name
             for name in resident
-            if name in self._reading and self.req_to_blocks[name][0] is not null
+            if name in self._reading
+            and self.req_to_blocks[name][self._first_column(name)] is not null
         ]
         count = len(resident) - len(in_chunks)
         reading = len(held) - count - dense
@@ -492,6 +593,9 @@ class H2OManager(FullAttentionManager):
         end, budget = self._prefill_end[request_id], self._budget[request_id]
         dense, null = self._dense_blocks(request_id), self._null_block
         assert self._served.get(request_id, 0) <= self._tokens_served(request_id)
+        first = self._first_column(request_id)
+        assert blocks[:first] == [null] * first
+        blocks = blocks[first:]
         holds_dense = self.is_resident(request_id) and blocks[0] is not null
         assert (request_id in self._releasing) == holds_dense
         if not self.is_resident(request_id):
@@ -500,8 +604,12 @@ class H2OManager(FullAttentionManager):
             assert len(blocks) <= dense
             assert null not in blocks
             return
-        prompt, padding = blocks[:dense], blocks[dense : self.dense_columns]
-        resident = blocks[self.dense_columns :]
+        columns = self.dense_columns - first
+        prompt, padding, resident = (
+            blocks[:dense],
+            blocks[dense:columns],
+            blocks[columns:],
+        )
         assert all(b is null for b in prompt) or null not in prompt
         named = [null]
         if holds_dense and request_id in self._reading:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_h2o.core.stats import H2OStats
+
 if TYPE_CHECKING:
     from vllm_h2o.core.manager import H2OManager
-    from vllm_h2o.core.stats import H2OStats
 
 _PREFIX = "h2o:"
 
@@ -32,6 +33,8 @@ class StepReport:
         transitions: Prompts compressed, or chunks of them.
         evicted_tokens: Tokens evicted, per layer and head.
         freed_dense_blocks: Dense blocks released by transitions.
+        kept_requests: Requests of which what they held at their end was kept.
+        continued_tokens: Tokens not read, by requests that went on from that.
         dense_blocks: Blocks of the pool in use that are not resident ones, now.
         resident_blocks: Blocks of requests that are resident, now.
         resident: Requests that are, now.
@@ -44,6 +47,8 @@ class StepReport:
     transitions: int = 0
     evicted_tokens: int = 0
     freed_dense_blocks: int = 0
+    kept_requests: int = 0
+    continued_tokens: int = 0
     dense_blocks: int = 0
     resident_blocks: int = 0
     resident: int = 0
@@ -95,7 +100,7 @@ class Reporter:
 
     def __init__(self) -> None:
         """Begin at zero."""
-        self._reported = (0, 0, 0)
+        self._reported = H2OStats()
         self._finished: Counter[tuple[int, int]] = Counter()
         self._took: Counter[int] = Counter()
 
@@ -114,11 +119,13 @@ class Reporter:
         in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         resident_blocks = sum([manager.resident_blocks for manager in managers])
         resident, prefilling, dense = managers[0].requests_by_state()
-        transitions, evicted, freed = self._reported
+        before = self._reported
         report = StepReport(
-            transitions=stats.transitions - transitions,
-            evicted_tokens=stats.tokens_evicted - evicted,
-            freed_dense_blocks=stats.blocks_freed - freed,
+            transitions=stats.transitions - before.transitions,
+            evicted_tokens=stats.tokens_evicted - before.tokens_evicted,
+            freed_dense_blocks=stats.blocks_freed - before.blocks_freed,
+            kept_requests=stats.kept_requests - before.kept_requests,
+            continued_tokens=stats.continued_tokens - before.continued_tokens,
             dense_blocks=in_use - resident_blocks,
             resident_blocks=resident_blocks,
             resident=resident,
@@ -127,6 +134,6 @@ class Reporter:
             finished=self._finished,
             took=self._took,
         )
-        self._reported = stats.transitions, stats.tokens_evicted, stats.blocks_freed
+        self._reported = copy.copy(stats)
         self._finished, self._took = Counter(), Counter()
         return report

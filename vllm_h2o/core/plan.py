@@ -89,6 +89,10 @@ class ResidencyPlan:
         stats: The counters by name.
         restarted: Requests whose prompt is going to be read again, though they neither
             finished nor were preempted: sessions that got their next turn.
+        kept: Requests that have ended since the last step, and that others may go on
+            from.
+        copies: Blocks to be copied before the step, from and to: what a request goes
+            on from.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -97,11 +101,14 @@ class ResidencyPlan:
     )
     stats: dict[str, int] = field(default_factory=dict)
     restarted: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes: what pickle needs to make an array takes longer than the rest.
         counts = bytearray(self.counts)
-        return _unpickled, (self.request_ids, counts, self.stats, self.restarted)
+        others = self.stats, self.restarted, self.kept, self.copies
+        return _unpickled, (self.request_ids, counts, *others)
 
     @property
     def num_computed_tokens(self) -> np.ndarray:
@@ -190,9 +197,11 @@ def _unpickled(
     counts: bytearray,
     stats: dict[str, int],
     restarted: list[str],
+    kept: list[str],
+    copies: list[tuple[int, int]],
 ) -> ResidencyPlan:
     array = np.frombuffer(counts, np.int64).reshape(NUM_COUNTS, -1)
-    return ResidencyPlan(request_ids, array, stats, restarted)
+    return ResidencyPlan(request_ids, array, stats, restarted, kept, copies)
 
 
 PLAN_ATTRIBUTE = "h2o_plan"

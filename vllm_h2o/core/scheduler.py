@@ -15,13 +15,15 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_h2o.core import compat
+from vllm_h2o.core.kept import KeptRequests
 from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.metrics import Reporter
 from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.policy.chunks import chunk_tokens
-from vllm_h2o.policy.config import INT8
+from vllm_h2o.policy.config import END, INT8, NONE
+from vllm_h2o.policy.ladder import Climb
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.presets import FULL
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
@@ -60,6 +62,7 @@ class H2OScheduler(AsyncScheduler):
             for manager in managers:
                 if isinstance(manager.kv_cache_spec, AttentionSpec):
                     manager._record_new_block_ids = True
+        self._kept = self._kept_requests()
         self._aligns_states = self.need_mamba_block_aligned_split
         # vLLM asks where steps have to end; see `_mamba_block_aligned_split`.
         self.need_mamba_block_aligned_split |= self._spec.h2o.prefill_chunk > 0
@@ -71,6 +74,7 @@ class H2OScheduler(AsyncScheduler):
         self.h2o_stats = H2OStats()
         self._reporter = Reporter()
         self._restarted: list[str] = []
+        self._just_kept: list[str] = []
         self._logged_counters = ""
         logger.info_once("%s", self._summary())
         if self._most >= longest:
@@ -80,6 +84,21 @@ class H2OScheduler(AsyncScheduler):
                 self._most,
                 longest,
             )
+
+    def _kept_requests(self) -> KeptRequests | None:
+        """Where requests are kept that have ended; None: they are not.
+
+        Raises:
+            ValueError: Layers have caches of several kinds.
+        """
+        if not self._spec.h2o.keeps:
+            return None
+        if len(self._groups) > 1:
+            raise ValueError(
+                f"h2o_keep={END!r} (--h2o-keep) needs a model all of whose layers "
+                f"have full attention alike: use {NONE!r}"
+            )
+        return KeptRequests(self.hash_block_size)
 
     def add_request(self, request: Request) -> None:
         """Queue a request, or end it with an error if it asks for what is not there.
@@ -162,7 +181,52 @@ class H2OScheduler(AsyncScheduler):
             manager.begin_prefill(
                 request.request_id, request.num_tokens, most, options, climb
             )
-        return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        if self._kept is None or not options.continue_:
+            return hit
+        # From 0.33 on vLLM says how much of a request may be a hit.
+        most_hit = args[0] if args else kwargs.get("max_cache_hit_length")
+        return self._gone_on(request, options, climb, hit[1], most_hit) or hit
+
+    def _gone_on(
+        self,
+        request: Request,
+        options: RequestOptions,
+        climb: Climb,
+        num_hits: int,
+        most_hit: int | None = None,
+    ) -> Any:
+        """A hit of what is kept of another request, if that is of more tokens."""
+        kept, caching = self._kept, self.kv_cache_manager
+        assert kept is not None
+        if not kept.takes(request) or not caching.prefix_cache_lookup_enabled(request):
+            return None
+        last = request.num_tokens - 1
+        most = last if most_hit is None else min(last, most_hit)
+        residents = kept.longest(request, most, climb.budget, climb.is_fixed)
+        if residents is None or residents.num_tokens <= num_hits:
+            return None
+        self.h2o_managers[0].go_on(request.request_id, residents, options)
+        return caching.empty_kv_cache_blocks, residents.num_tokens, 0, False
+
+    def _keep(self, request: Request) -> None:
+        """Keep what a request holds that ends, if that is what it asks for."""
+        kept, computed = self._kept, request.num_computed_tokens
+        if kept is None or not kept.takes(request):
+            return
+        # With the tokens of steps in flight, of which the last may not be known. Of a
+        # session that has stopped vLLM takes these off, and the steps run all the same.
+        if computed > request.num_tokens or request.resumable:
+            return
+        failed = request.status == RequestStatus.FINISHED_ERROR
+        if failed or not self._options_of(request, 0).keeps(self._spec.h2o):
+            return
+        manager = self.h2o_managers[0]
+        residents = manager.residents(request.request_id, computed)
+        if residents is not None:
+            kept.keep(request, residents)
+            self.h2o_stats.kept_requests += 1
+            self._just_kept.append(request.request_id)
 
     def _mamba_block_aligned_split(
         self,
@@ -204,6 +268,7 @@ class H2OScheduler(AsyncScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any):
         report = self._report(request)
         self._count_finished(request)
+        self._keep(request)
         transferred, *others = super()._free_request(request, *args, **kwargs)
         if report:
             transferred = {**(transferred or {}), "h2o": report}
@@ -236,12 +301,15 @@ class H2OScheduler(AsyncScheduler):
         # The last token that it was given has never been computed.
         tokens, full = request.num_tokens - 1, options.is_full
         held = manager.tokens_held(name, tokens)
-        return {
+        said = {
             "policy": FULL if full else self._spec.h2o.policy,
             "budget": None if full else manager.budgets([name])[0],
             "tokens_held": held,
             "tokens_evicted": tokens - held,
         }
+        if options.continue_:
+            said["tokens_continued"] = manager.tokens_continued(name)
+        return said
 
     def _update_request_as_session(self, session, update) -> None:
         # Streaming input: the next turn is read densely again, like a request
@@ -280,6 +348,8 @@ class H2OScheduler(AsyncScheduler):
         # schedule() has already advanced num_computed_tokens past this step.
         plan.counts[0] -= plan.num_scheduled_tokens
         manager.put_chunks(plan, request_ids)
+        plan.copies = manager.take_copies()
+        plan.kept, self._just_kept = self._just_kept, []
         return plan
 
     def finish_requests(self, request_ids, finished_status):

@@ -28,6 +28,9 @@ class H2OStats:
         blocks_in_use: Blocks of the pool held by requests, at the last step.
         peak_blocks_in_use: The highest of these.
         preemptions: Requests preempted.
+        kept_requests: Requests of which what they held at their end was kept.
+        continued_tokens: Tokens not read, by requests that went on from that (again
+            after a preemption).
     """
 
     transitions: int = 0
@@ -36,6 +39,8 @@ class H2OStats:
     blocks_in_use: int = 0
     peak_blocks_in_use: int = 0
     preemptions: int = 0
+    kept_requests: int = 0
+    continued_tokens: int = 0
 
     def count_step(
         self,
@@ -57,6 +62,7 @@ class H2OStats:
         self.blocks_freed = sum(manager.blocks_freed for manager in managers)
         self.blocks_in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, self.blocks_in_use)
+        self.continued_tokens = managers[0].continued_tokens
         self.preemptions += len(output.preempted_req_ids or ())
 
     def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:

@@ -46,6 +46,8 @@ COUNTERS = {
     "transitions": "Prompts compressed, or chunks of them; again after a preemption.",
     "evicted_tokens": "Tokens no longer held, per layer and KV head.",
     "freed_dense_blocks": "Dense blocks that compressed prompts gave back.",
+    "kept_requests": "Requests of which what they held at their end was kept.",
+    "continued_tokens": "Tokens not read, by requests that went on from that.",
 }
 GAUGES = {
     "dense_blocks": "Blocks of the pool in use that are not resident ones.",

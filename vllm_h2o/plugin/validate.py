@@ -24,7 +24,7 @@ from vllm_h2o.plugin.engine_args import (
     check_version,
     needed_worker_cls,
 )
-from vllm_h2o.policy.config import INT8, MEASURE, MODEL, REQUEST, UNIFORM
+from vllm_h2o.policy.config import INT8, MEASURE, MODEL, NONE, REQUEST, UNIFORM
 from vllm_h2o.policy.methods import fused_form_of, fused_prompt_form_of
 from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.profile import HeadProfile
@@ -52,6 +52,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     _drop_idle_window(vllm_config)
     _check_model(vllm_config)
     _check_chunks(vllm_config, config)
+    _check_keep(vllm_config, config)
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
     _check_kernel(vllm_config, config)
@@ -145,6 +146,20 @@ def _check_chunks(vllm_config: VllmConfig, config: H2OConfig) -> None:
         # A chunk's end may lie within an image, whose tokens see each other.
         fix = "drop --h2o-prefill-chunk: this model reads images in both directions"
         _refuse("--h2o-prefill-chunk", config.prefill_chunk, fix)
+
+
+def _check_keep(vllm_config: VllmConfig, config: H2OConfig) -> None:
+    if not config.keeps:
+        return
+    why = ""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        why = "it needs --enable-prefix-caching"
+    elif vllm_config.model_config.is_mm_prefix_lm:
+        why = "this model reads images in both directions"
+    elif _has_several_kinds(vllm_config):
+        why = "this model has layers with a window or a state of their own"
+    if why:
+        _refuse("--h2o-keep", config.keep, f"{why}: use {NONE!r}")
 
 
 def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
@@ -274,6 +289,10 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
         raise ValueError(
             f"h2o_prefill_chunk={config.prefill_chunk} (--h2o-prefill-chunk) "
             f"{reference}, or use 0"
+        )
+    if config.keeps and Capability.CHUNKS not in capabilities:
+        raise ValueError(
+            f"h2o_keep={config.keep!r} (--h2o-keep) {reference}, or use {NONE!r}"
         )
     asked = [("read", "100%")] * config.reads_part + [("merge", "none")] * config.merges
     for option, off in asked:

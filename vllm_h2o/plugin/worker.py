@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
@@ -18,7 +19,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
-from vllm_h2o.attention.pages import clear_blocks
+from vllm_h2o.attention.pages import clear_blocks, copy_blocks
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.watch import Recorder
 from vllm_h2o.calibration.measure import LoadedModel
@@ -210,11 +211,20 @@ class H2OWorker(H2OCalls, _Stock):
         if self._recorder:
             self._recorder.look()
         self._step.begin(self._plan, sorted(gone))
+        if plan and plan.copies:
+            self._copy_blocks(plan.copies)
         self._clear_blocks(scheduler_output)
         try:
             return self._timed(super().execute_model(scheduler_output))
         finally:
             self._step.end()
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks of all layers, before anything of the step is written."""
+        sources, targets = async_tensor_h2d(np.array(copies).T, self.device)
+        for _, builder in self._h2o_builders():
+            for name in builder.layer_names:
+                copy_blocks(self._h2o_layers[name].kv_cache, sources, targets)
 
     def _clear_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Clear the blocks that are about to be vLLM's, where they may have been cut.

@@ -32,6 +32,8 @@ ATTENTION, GATE = "attention", "gate"
 MODEL, INT8 = "model", "int8"
 _PROMPT_SCORES = (AUTO, ATTENTION, GATE)
 _RESIDENT_DTYPES = (MODEL, INT8)
+NONE, END = "none", "end"
+KEEPS = (NONE, END)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class H2OConfig:
         min_budget: Token slots of a request at least, where the budget is a percentage.
         prefill_chunk: Tokens of a prompt that are read at once, beside what is held of
             those before them (`vllm_h2o.policy.chunks`); 0: prompts are read whole.
+        keep: `"end"`: what a compressed request holds when it ends stays in the pool
+            until its blocks are needed, and later requests that begin with its tokens
+            may go on from there; `"none"`.
         recent_ratio: Share of the budget that the recent window takes, rounded
             to whole blocks, at least one for either part. 1.0: no heavy set,
             only sinks and recent tokens.
@@ -100,6 +105,13 @@ class H2OConfig:
         "beside what is held of those before it, so that it takes no more memory than "
         "a chunk and a budget; 0: prompts are read whole.",
         int,
+    )
+    keep: str = option(
+        NONE,
+        "What stays of a compressed request, until its blocks are needed: nothing, or "
+        "what it holds at its end, so that a request that asks for it (h2o_continue) "
+        "and begins with the same tokens goes on from there.",
+        choices=KEEPS,
     )
     recent_ratio: float = option(
         0.35,
@@ -190,6 +202,7 @@ class H2OConfig:
         check_choice("eviction_unit", self.eviction_unit, _UNITS)
         check_choice("merge", self.merge, _MERGES)
         check_choice("resident_dtype", self.resident_dtype, _RESIDENT_DTYPES)
+        check_choice("keep", self.keep, KEEPS)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
             fix = (
                 "use 'uniform', 'auto', 'measure', 'request' or the file of a head "
@@ -231,6 +244,8 @@ class H2OConfig:
                 f"h2o_prefill_chunk={self.prefill_chunk} (--h2o-prefill-chunk) needs "
                 f"{why}, or 0"
             )
+        if self.keeps and (why := self._why_not_kept()):
+            raise ValueError(f"h2o_keep={END!r} (--h2o-keep) needs {why}, or {NONE!r}")
         if self.recent_ratio == 1.0 and self.eviction_unit == "block":
             raise ValueError(
                 "h2o_eviction_unit='block' needs a heavy set, but "
@@ -305,6 +320,17 @@ class H2OConfig:
             if given != value:
                 return f"h2o_{option_}={value!r}, not {shown(given)}: use this"
         return ""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something stays of a request that has ended."""
+        return self.keep != NONE
+
+    def _why_not_kept(self) -> str:
+        """What going on from what is kept needs in place of what is there."""
+        if self.head_budgets == REQUEST:
+            return f"h2o_head_budgets={AUTO!r}, not {REQUEST!r}: use this"
+        return self._why_not_in_chunks()
 
     @property
     def reads_part(self) -> bool:

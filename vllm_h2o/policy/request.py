@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from vllm_h2o.policy.config import ATTENTION, H2OConfig
+from vllm_h2o.policy.config import ATTENTION, END, KEEPS, NONE, H2OConfig
 from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import (
@@ -120,6 +120,9 @@ class RequestOptions:
             `H2OConfig.observation_window`.
         prefill_chunk: Tokens of its prompt that are read at once, see
             `H2OConfig.prefill_chunk`; 0: it is read whole.
+        keep: What stays of it when it has ended, see `H2OConfig.keep`.
+        continue_: Whether it goes on from what has stayed of a request that it begins
+            with the tokens of: these are not read again.
         report: Whether its answer comes with what it got.
     """
 
@@ -127,12 +130,24 @@ class RequestOptions:
     budget: int | str | None = None
     observation_window: int | str | None = None
     prefill_chunk: int | None = None
+    keep: str | None = None
+    continue_: bool = False
     report: bool = False
 
     @property
     def is_full(self) -> bool:
         """Whether the request keeps all of its tokens."""
         return self.policy == FULL
+
+    def chunk(self, config: H2OConfig) -> int:
+        """Tokens of its prompt that are read at once; 0: all."""
+        asked = self.prefill_chunk
+        return config.prefill_chunk if asked is None else asked
+
+    def keeps(self, config: H2OConfig) -> bool:
+        """Whether something of it stays when it has ended."""
+        keep = config.keep if self.keep is None else self.keep
+        return keep != NONE and not self.is_full
 
     @classmethod
     def parse(
@@ -154,18 +169,26 @@ class RequestOptions:
                 names the option, the value and what to do.
         """
         given = _given(extra_args or {})
-        known = [field.name for field in fields(cls)]
+        known = {field.name.rstrip("_"): field.name for field in fields(cls)}
         for name, value in given.items():
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
                 fix = " or ".join(f"{KEY}_{option}" for option in close or known)
                 raise _bad(name, value, f"there is no such option, use {fix}")
-        options = cls(**{n: v for n, v in given.items() if v is not None})
+        options = cls(**{known[n]: v for n, v in given.items() if v is not None})
         options._check_policy(limits.config)
         budget = options._parsed_budget(limits, most_tokens)
         window = options._parsed_window(limits.config)
         chunk = options._parsed_chunk(limits.config)
-        return cls(options.policy, budget, window, chunk, options._parsed_report())
+        return cls(
+            options.policy,
+            budget,
+            window,
+            chunk,
+            options._parsed_keep(limits.config),
+            options._parsed_continue(limits.config),
+            _parsed_bool("report", options.report),
+        )
 
     def _check_policy(self, config: H2OConfig) -> None:
         if self.policy not in (None, FULL, config.policy):
@@ -262,15 +285,28 @@ class RequestOptions:
             raise _bad("prefill_chunk", asked, fix)
         return parsed
 
-    def _parsed_report(self) -> bool:
-        # Where only numbers and strings can be sent, true is 1.
-        said = {"true": True, "1": True, "1.0": True}
-        said |= {"false": False, "0": False, "0.0": False}
-        given: Any = self.report
-        report = said.get((given if isinstance(given, str) else shown(given)).lower())
-        if report is None:
-            raise _bad("report", self.report, "use true or false")
-        return report
+    def _parsed_keep(self, config: H2OConfig) -> str | None:
+        if self.keep is None:
+            return None
+        if self.keep not in KEEPS:
+            raise _bad("keep", self.keep, f"use {END!r} or {NONE!r}")
+        self._check_keeps("keep", self.keep, config)
+        return self.keep
+
+    def _parsed_continue(self, config: H2OConfig) -> bool:
+        parsed = _parsed_bool("continue", self.continue_)
+        if parsed:
+            self._check_keeps("continue", self.continue_, config)
+        return parsed
+
+    def _check_keeps(self, option: str, value: Any, config: H2OConfig) -> None:
+        why = ""
+        if self.is_full:
+            why = f"{KEY}_policy={FULL!r} keeps all tokens in vLLM's prefix cache"
+        elif not config.keeps:
+            why = f"it needs an engine that was started with --h2o-keep {END}"
+        if why:
+            raise _bad(option, value, f"it has no effect, as {why}: leave it out")
 
 
 def asks_anything(extra_args: Mapping[str, Any] | None) -> bool:
@@ -304,6 +340,16 @@ def _given(extra_args: Mapping[str, Any]) -> dict[str, Any]:
             raise _bad(option, value, f"{other} was given too, drop one of them")
         given[option] = value
     return given
+
+
+def _parsed_bool(option: str, given: Any) -> bool:
+    # Where only numbers and strings can be sent, true is 1.
+    said = {"true": True, "1": True, "1.0": True}
+    said |= {"false": False, "0": False, "0.0": False}
+    parsed = said.get((given if isinstance(given, str) else shown(given)).lower())
+    if parsed is None:
+        raise _bad(option, given, "use true or false")
+    return parsed
 
 
 def _bad(option: str, value: Any, fix: str) -> ValueError:
