@@ -17,8 +17,8 @@ def stats(llm) -> dict[str, int]:
 
     Returns:
         `transitions`, `tokens_evicted`, `blocks_freed`, `blocks_in_use`,
-        `peak_blocks_in_use`, `preemptions`: counts as of the last step that
-        the engine scheduled.
+        `peak_blocks_in_use`, `preemptions`, `kept_requests`, `continued_tokens`:
+        counts as of the last step that the engine scheduled.
 
     Raises:
         ValueError: H2O is off in this engine.
