@@ -30,6 +30,7 @@ from benchmarks.quality.texts import texts
 from benchmarks.report import spread, write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.workloads import SOTU, prompt_source
+from vllm_h2o.policy.options import parse_budget
 
 FULL, HITS, AGAIN, CONTINUE = "full", "hits", "again", "continue"
 WAYS: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--system", type=int, default=512)
     parser.add_argument("--user", type=int, default=128)
     parser.add_argument("--answer", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--budget", type=parse_budget, default=512)
     parser.add_argument("--model", default="", help="folder; SmolLM2 without it")
     default = Path("benchmarks/results/conversations.json")
     parser.add_argument("--output", type=Path, default=default)

@@ -27,9 +27,7 @@ QUESTIONS = [
 
 def main(model: str) -> None:
     """Print each answer, and how many tokens of its prompt were not read."""
-    llm = LLM(
-        model, enable_h2o=True, h2o_budget=512, h2o_keep="end", max_model_len=4096
-    )
+    llm = LLM(model, enable_h2o=True, h2o_keep="end", max_model_len=4096)
     wishes = {"continue": True, "report": True}
     parameters = SamplingParams(
         max_tokens=48, temperature=0, extra_args={"h2o": wishes}

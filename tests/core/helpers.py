@@ -179,6 +179,10 @@ class Driver:
         self.ladder = self.scheduler._limits.ladder
         self.steps: dict[str, int] = {}
         """Where the requests stand on it, by their tokens."""
+        self.grown_at: dict[str, int] = {}
+        """Tokens of each request when it came there; 0: it has begun so."""
+        self.starts: dict[str, set[int]] = {}
+        """Of the chunks that each request has read since it was admitted."""
         self.window = NUM_QUERIES if self.gated else window
         self.in_flight: deque[Any] = deque()
         self.names = (f"r{i}" for i in itertools.count())
@@ -368,10 +372,8 @@ class Driver:
                     self.steps[name] = self.ladder.enters(
                         request.num_tokens, most, self.share_of(request)
                     )
-                budget = self.budget_of(request)
-                assert row.budget == budget
-                chunk = self._note_chunk(request, budget)
-                self.transitions[name] = 0
+                self.transitions[name], self.starts[name] = 0, set()
+                self.grown_at[name] = 0
                 self.gone_on.pop(name, None)
                 copies = [
                     x for x in output.h2o_plan.copies if x[1] in self._residents(name)
@@ -379,17 +381,23 @@ class Driver:
                 if copies:
                     self._note_going_on(request, row, copies)
                 else:
+                    budget = self.budget_of(request)
+                    assert row.budget == budget
+                    chunk = self._note_chunk(request, budget)
                     self._check_admitted(request, row, chunk, min(end, chunk or end))
             end = row.num_computed_tokens + row.num_scheduled_tokens
             if self.climbs(request) and not row.stays_dense:
                 self._check_growth(name, end, row, self.share_of(request))
+            else:
+                assert row.budget == self.budget_of(request)
             assert row.decodes == (row.num_computed_tokens >= row.prefill_end)
             if row.decodes:
                 assert row.num_scheduled_tokens == 1
-                chunk = self.chunks.get(name, self.read[name])
-                chunks = -(-(self.read[name] - self.gone_on.get(name, 0)) // chunk)
-                assert row.stays_dense or self.transitions[name] == chunks
+                assert row.stays_dense or self.transitions[name] == len(
+                    self.starts[name] or {0}
+                )
             else:
+                self.starts[name].add(row.chunk_start)
                 self._check_chunk(name, row)
                 assert end <= row.prefill_end
                 ends = end == row.prefill_end and not row.stays_dense
@@ -441,8 +449,13 @@ class Driver:
             return
         origin = self.gone_on.get(name, 0)
         start = origin + (row.num_computed_tokens - origin) // chunk * chunk
-        assert row.chunk_start == start
-        assert row.prefill_end == min(start + chunk, self.read[name])
+        end = min(start + chunk, self.read[name])
+        if self.climbs(request):
+            start = max(start, self.grown_at[name])
+            if self.steps[name] < len(self.ladder.budgets) - 1:
+                share = self.share_of(request)
+                end = min(end, self.ladder.serves(self.steps[name], share))
+        assert (row.chunk_start, row.prefill_end) == (start, end)
         assert row.first_query == self._first_query(request, row.prefill_end)
         if start > origin:
             assert row.scored_from == self._first_query(request, start)
@@ -462,7 +475,7 @@ class Driver:
         """What a request goes on from is there, whole, and of its own first tokens."""
         assert wishes_of(request)["continue"]
         name, start = request.request_id, row.num_computed_tokens
-        assert [target for _, target in copies] == self._residents(name)
+        assert [target for _, target in copies] == self._residents(name)[: len(copies)]
         held = [self.contents[source] for source, _ in copies]
         ended = held[0][0]
         assert held == [(ended, column) for column in range(len(copies))]
@@ -472,11 +485,15 @@ class Driver:
         assert request.all_token_ids[:start] == tokens and start < request.num_tokens
         assert self.requests[ended].cache_salt == request.cache_salt
         self.gone_on[name] = start
+        assert len(copies) == self.budget_of(self.requests[ended]) // self.slots
+        if self.climbs(request):
+            assert self.share_of(request) == self.share_of(self.requests[ended])
+            self.steps[name] = self.steps[ended]
+            self.grown_at[name] = self.grown_at[ended]
         asked = wishes_of(request).get("prefill_chunk", self.prefill_chunk)
         rest = -(-(request.num_tokens - start) // BLOCK_SIZE) * BLOCK_SIZE
         least = -(-max(asked, 2 * row.budget) // BLOCK_SIZE) * BLOCK_SIZE
         self.chunks[name] = min(least, rest) if asked else rest
-        self._check_chunk(name, row)
 
     def _run(self, output: Any) -> None:
         """What the worker will do to blocks, in the order of the steps."""
@@ -493,14 +510,24 @@ class Driver:
     def _check_growth(
         self, name: str, end: int, row: RowPlan, share: float | None
     ) -> None:
-        """A request grows in the step whose token its budget does not serve."""
-        step = self.steps[name]
+        """A request grows in the step whose token its budget does not serve, or when it
+        goes on and will outgrow that, if all heads are full."""
+        step, start = self.steps[name], row.num_computed_tokens
         is_last = step == len(self.ladder.budgets) - 1
         grows = not is_last and end > self.ladder.serves(step, share)
-        assert grows == (row.grown_at == row.num_computed_tokens > 0)
+        if start == self.gone_on.get(name) and not is_last and not grows:
+            since, served = self.grown_at[name], self.ladder.serves(step, share)
+            full = since == 0
+            if step:
+                before = self.ladder.serves(step - 1, share)
+                full |= start - since >= served - before
+            grows = full and self.read[name] > served
+        assert grows == (row.grown_at == start > 0 and row.grown_from > 0)
         if grows:
             self.steps[name] += 1
-            assert row.decodes and row.num_computed_tokens > row.grown_from
+            self.grown_at[name] = start
+            assert row.decodes or name in self.gone_on
+            assert start > row.grown_from
             assert row.grown_from == self.ladder.budgets[step] * self.slots
         assert row.budget == self.ladder.budgets[self.steps[name]] * self.slots
 

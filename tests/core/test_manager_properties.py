@@ -638,6 +638,29 @@ def test_the_next_turn_goes_on_from_what_the_last_has_held():
     driver.assert_pool_whole()
 
 
+def test_a_share_grows_while_the_next_turn_is_read():
+    """At once, and where its chunk then ends: half of up to 128, 160 and 192 tokens."""
+    driver = Driver(64, budget="50%", chunk=200, keep="end")
+    turn = kept_turn(driver) + [5] * 60
+    evicted = driver.scheduler.h2o_stats.tokens_evicted
+    assert evicted == 119 - 64
+    name = driver.add(turn, 10, report=True, **{"continue": True})
+    first = driver.schedule().h2o_plan
+    assert len(first.copies) == 4
+    row, then = first.rows[name], driver.schedule().h2o_plan.rows[name]
+    assert row.num_computed_tokens == row.chunk_start == 119 and row.prefill_end == 160
+    assert (row.budget, row.grown_at, row.grown_from) == (80, 119, 64)
+    assert (then.num_computed_tokens, then.prefill_end) == (160, 180)
+    assert (then.budget, then.grown_at, then.grown_from) == (96, 160, 80)
+    assert then.grown_before == 119 and row.is_transition and then.is_transition
+    driver.drain()
+    report = driver.reports[name]
+    assert (report["tokens_continued"], report["tokens_held"]) == (119, 96)
+    gone = driver.scheduler.h2o_stats.tokens_evicted - evicted
+    assert gone == report["tokens_evicted"] - (119 - 64)
+    driver.assert_pool_whole()
+
+
 @pytest.mark.parametrize("wishes", [{"keep": "none"}, {"policy": "full"}])
 def test_what_does_not_ask_for_it_is_not_kept(wishes):
     driver = Driver(64, budget=64, chunk=200, keep="end")
@@ -732,6 +755,7 @@ def test_a_prompt_of_which_one_token_is_asked_is_kept():
     [
         {"budget": 32},
         {"budget": "20%"},
+        {"budget": "50%", "num_blocks": 64},
         {"budget": 64, "policy": "gate", "beside": ""},
         {"budget": 32, "prefill_chunk": 40, "chunk": 17},
         {"budget": 64, "resident": "int8"},

@@ -2,12 +2,18 @@
 
 from collections import Counter
 
+import numpy as np
+import pytest
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.core.helpers import Driver
 from vllm_h2o.core.metrics import StepReport
+from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.policy.layout import SlotLayout
 
+WHOLE_BLOCKS = SlotLayout(16, 64, 64, sinks=0, whole_blocks=True)
 INCREMENTS = ("transitions", "evicted_tokens", "freed_dense_blocks")
 INCREMENTS += ("kept_requests", "continued_tokens")
 
@@ -178,3 +184,16 @@ def test_what_is_kept_and_gone_on_from_is_counted():
         tokens = [*front.driver.requests[name].all_token_ids, 5, 6]
     assert front.total["continued_tokens"] == (100 + 19) + (122 + 19)
     front.assert_counted()
+
+
+@pytest.mark.parametrize("decoded", [300, 303, 304])
+def test_what_a_step_evicts_where_whole_blocks_compete(decoded):
+    """Of a request that decodes, beside one that reads the last of 500 tokens."""
+    rows = [RowPlan(decoded, 1, 200, 168, 128), RowPlan(400, 100, 500, 468, 128)]
+    plan = ResidencyPlan(["decodes", "reads"], np.array(rows, np.int64).T)
+    stats = H2OStats()
+    stats._count_evictions(plan, WHOLE_BLOCKS)
+    held = WHOLE_BLOCKS.resident_tokens
+    of_decode = 1 - held(decoded + 1) + held(decoded)
+    assert of_decode == (16 if decoded == 304 else 0)
+    assert stats.tokens_evicted == of_decode + 500 - held(500)

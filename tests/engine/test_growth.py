@@ -11,6 +11,7 @@ from tests.engine.helpers import (
     assert_pool_whole,
     engine,
     prompts_of,
+    scheduler,
 )
 from tests.engine.test_reference import own_sizes
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
@@ -41,6 +42,7 @@ def options_of(block):
         "max_model_len": 7 * block,
         "max_num_batched_tokens": 96,
         "enable_prefix_caching": True,
+        "h2o_keep": "end",
     }
 
 
@@ -52,13 +54,24 @@ class GrowingHead(Head):
 
     def __init__(self, growth, variant, common, sizes, capacity):
         super().__init__(variant, common, sizes, capacity)
-        self.growth = growth
+        self.growth, self.average = growth, common
+
+    def grow(self, position):
+        if position in self.growth:
+            self.average, self.sizes = self.growth[position]
+            self.common = Sizes(0, 0, PAGE)
+
+    def read_on(self, attention):
+        """A chunk ends where the budget grows; only of rich heads neighbours share."""
+        self.grow(attention.shape[2] - attention.shape[1])
+        common, self.common = self.common, self.average
+        super().read_on(attention)
+        self.common = common
 
     def make_room(self, position):
         """What a larger budget has room for needs none."""
-        if position in self.growth:
-            self.common, self.sizes = Sizes(0, 0, PAGE), self.growth[position]
-        grown = position >= min(self.growth)
+        self.grow(position)
+        grown = position >= min(self.growth, default=position + 1)
         if not grown or self.kept.sum() == self.sizes.budget:
             super().make_room(position)
 
@@ -66,25 +79,42 @@ class GrowingHead(Head):
 def expected(prompt, num_tokens, variant, ladder, sizes_of):
     """Of a request that climbs; `sizes_of(blocks)` are those of the heads."""
     step = ladder.enters(len(prompt), len(prompt) + num_tokens)
-    common = own_sizes(ladder.budgets[step] * ladder.block_size // PAGE, PAGE)
-    splits = [sizes_of(blocks) for blocks in ladder.budgets]
+    grows_at = {ladder.lengths[i - 1]: i for i in range(step + 1, len(ladder.budgets))}
     heads = itertools.product(range(30), range(3))
 
     def head_class(*args):
-        layer, head = next(heads)
-        growth = {
-            ladder.lengths[i - 1]: splits[i][layer][head]
-            for i in range(step + 1, len(splits))
-        }
-        return GrowingHead(growth, *args)
+        return GrowingHead(growth(grows_at, ladder, sizes_of, *next(heads)), *args)
 
-    result = generate(
-        DenseLlama(ensure_model()), prompt, num_tokens, [variant], common,
-        splits[step], head_class=head_class,
+    return generate(
+        DenseLlama(ensure_model()), prompt, num_tokens, [variant],
+        common_of(ladder, step), sizes_of(ladder.budgets[step]), head_class=head_class,
     )[0]  # fmt: skip
-    end = len(prompt) + num_tokens - 1
-    assert sum(length < end for length in ladder.lengths[step:]) >= 2, "it grows twice"
-    return result
+
+
+def growth(grows_at, ladder, sizes_of, layer, head):
+    """Sizes of a head by the tokens at which its request comes to a step."""
+    return {
+        tokens: (common_of(ladder, i), sizes_of(ladder.budgets[i])[layer][head])
+        for tokens, i in grows_at.items()
+    }
+
+
+def common_of(ladder, step):
+    return own_sizes(ladder.budgets[step] * ladder.block_size // PAGE, PAGE)
+
+
+def expected_next(before, turn, num_tokens, variant, ladder, sizes_of, grows_at, ends):
+    """Of a turn that goes on, and grows at these tokens; its chunks have these ends."""
+    held = before.keys[0].shape[2] - 1
+    for layer, heads in enumerate(before.heads):
+        for number, head in enumerate(heads):
+            before_it = {at: of for at, of in head.growth.items() if at < held}
+            new = growth(grows_at, ladder, sizes_of, layer, number)
+            head.growth = before_it | new
+    return generate(
+        DenseLlama(ensure_model()), turn, num_tokens, [variant], common_of(ladder, 0),
+        chunk=ends, before=before,
+    )[0]  # fmt: skip
 
 
 def short_prompts():
@@ -130,6 +160,9 @@ def test_a_request_that_grows_equals_its_dense_reference(
         expected(prompt, num_tokens, variant, ladder, sizes_of)
         for prompt in prompts[:2]
     ]
+    for prompt in prompts[:2]:
+        ends = [n for n in ladder.lengths if len(prompt) < n < len(prompt) + num_tokens]
+        assert len(ends) >= 2, "it grows twice"
     results += generate(
         DenseLlama(ensure_model()), prompts[2], num_tokens, [variant],
         own_sizes(3 * of_block, PAGE), sizes_of(3, climbs=False),
@@ -138,4 +171,33 @@ def test_a_request_that_grows_equals_its_dense_reference(
     with engine(**options_of(block), h2o_head_budgets=heads) as llm:
         for _ in range(2):
             assert_equal_densely(llm, prompts, results, wishes)
+        _assert_goes_on(llm, prompts, results, (variant, ladder, sizes_of))
         assert_pool_whole(llm)
+
+
+def _assert_goes_on(llm, prompts, results, rules):
+    """The next turns of requests that have grown go on with the budgets of these.
+
+    One whose heads are not full grows where its budget ends, one whose heads are full
+    when it begins, and one has the largest budget.
+    """
+    block = rules[1].block_size
+    more = prompts_of(8 * block)[0][7 * block :]
+    cut = block * 2 // 3
+    short = expected(prompts[0], cut, *rules)
+    assert_equal_densely(llm, prompts[:1], [short])
+    held = len(prompts[0]) + cut - 1
+    three, four, five, _ = rules[1].lengths
+    assert three < held < four and four < len(prompts[1]) + 70 * block // 32 < five
+    cases = [
+        (prompts[1], results[1], 40, {five: 3}, [five]),
+        (prompts[0], results[0], 25, {}, []),
+        (prompts[0], short, 27, {held: 2, five: 3}, []),
+    ]
+    for prompt, before, length, grows_at, ends in cases:
+        turn = prompt + before.tokens + more[: length * block // 32]
+        result = expected_next(before, turn, cut, *rules, grows_at, [*ends, len(turn)])
+        gone_on = scheduler(llm).h2o_stats.continued_tokens
+        assert_equal_densely(llm, [turn], [result], [{"continue": True}])
+        gone_on = scheduler(llm).h2o_stats.continued_tokens - gone_on
+        assert gone_on == len(prompt) + len(before.tokens) - 1

@@ -281,12 +281,56 @@ def test_a_request_climbs_to_the_engines_budget():
     budgets = []
     while not climb.is_last:
         assert climb.serves > climb.budget
-        before, climb = climb, climb.next
+        before, climb = climb, climb.grown(climb.serves)
         assert climb.grown_at == before.serves
         assert climb.grown_before == before.grown_at
         assert climb.grown_from == before.budget < climb.budget
         budgets.append(climb.budget)
     assert len(budgets) > 5 and budgets[-1] == 640
+
+
+def test_what_goes_on_grows_at_once_where_heads_are_full():
+    begun = limits_of_share("15%", 4096).climb(None, 2048, 2560)
+    ends = begun.serves
+    assert begun.ahead_of(ends - 100, ends) is begun, "its budget serves it"
+    early = begun.ahead_of(ends - 100, ends + 1)
+    assert (early.step, early.grown_at) == (begun.step + 1, ends - 100)
+    assert early.serves == begun.grown(ends).serves
+    # Heads have filled it once as many tokens have come as lie between both.
+    between = early.serves - ends
+    assert early.ahead_of(ends - 101 + between, early.serves + 1) is early
+    again = early.ahead_of(ends - 100 + between, early.serves + 1)
+    assert (again.step, again.grown_before) == (early.step + 1, early.grown_at)
+
+
+def test_where_a_request_stands_that_reads_much():
+    begun = limits_of_share("15%", 4096).climb(None, 100, 4096)
+    assert begun.at(begun.serves) is begun
+    climb, grown = begun.at(4096), begun
+    while not grown.is_last:
+        grown = grown.grown(grown.serves)
+    assert climb == grown
+
+
+@pytest.mark.parametrize(
+    "asked, suits",
+    [
+        ((None, None), True),
+        (("10%", "10%"), True),
+        (("10%", None), False),
+        ((64, 64), True),
+        ((64, 96), False),
+        ((256, None), False),
+    ],
+)
+def test_who_goes_on_from_whom(asked, suits):
+    """Any length of the same share, and the same number."""
+    limits = limits_of_share()
+    one, other = (
+        limits.climb(budget, tokens, 2 * tokens)
+        for budget, tokens in zip(asked, (1000, 4000), strict=True)
+    )
+    assert one.suits(other) == other.suits(one) == suits
 
 
 def test_a_share_of_a_requests_own_is_no_larger_than_the_engines():

@@ -9,6 +9,7 @@ KV head has a mask over all positions, and evicting is clearing a bit.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -593,15 +594,15 @@ def generate(
     own_sizes: list[list[Sizes]] | None = None,
     forced: list[int] | None = None,
     head_class: type[Head] = Head,
-    chunk: int | None = None,
+    chunk: int | list[int] | None = None,
     before: Result | None = None,
 ) -> list[Result]:
     """Decode greedily, or through `forced` tokens, under every variant.
 
     `own_sizes` are those of each layer and KV head; `sizes` then is their average,
     up to which nothing is evicted. `head_class` may score otherwise. A prompt is read
-    in chunks of `chunk` tokens, by one variant, or whole. It goes on from what
-    another prompt and its answer have left `before`, with which it begins.
+    in chunks of `chunk` tokens, or with these ends, by one variant, or whole. It goes
+    on from what another prompt and its answer have left `before`, with which it begins.
     """
     n, capacity = len(prompt), len(prompt) + num_tokens
     group = model.num_heads // model.num_kv_heads
@@ -628,8 +629,8 @@ def generate(
             keys[layer][:, :, :done] = before.keys[layer][:, :, :done]
             values[layer][:, :, :done] = before.values[layer][:, :, :done]
         heads = [[[head.stretched(capacity) for head in x] for x in before.heads]]
-    for start in range(done, n, chunk or n):
-        end = min(start + (chunk or n), n)
+    ends = chunk if isinstance(chunk, list) else [*range(done, n, chunk or n)[1:], n]
+    for start, end in itertools.pairwise([done, *ends]):
         x = model.embed(torch.tensor(prompt[start:end]))
         causal = torch.ones(end - start, end, dtype=torch.bool).tril(start)
         for layer, number in enumerate(model.attending):

@@ -306,9 +306,10 @@ class H2OMetadataBuilder(_Stock):
     def _let_grow(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
         """Lay out what rows hold whose budget grows; see `_switch_to_head_budgets`.
 
-        In pages that are theirs already, so that no other row's are touched.
+        In pages that are theirs already, so that no other row's are touched. One that
+        reads on is laid out when its chunk ends.
         """
-        grows = (rows.grown_at > 0) & (rows.num_computed_tokens == rows.grown_at)
+        grows = rows.decodes & (rows.num_computed_tokens == rows.grown_at)
         for i in np.flatnonzero(grows).tolist():
             row, request_id = rows.row(i), rows.request_ids[i]
             pages = self.resident_pages(common.block_table_tensor[i], row.grown_from)

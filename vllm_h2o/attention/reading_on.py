@@ -66,6 +66,7 @@ def chunk_of(
         blocks,
         resident_pages,
         placement,
+        row.grown_at,
     )
 
 

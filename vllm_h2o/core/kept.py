@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_h2o.policy.ladder import Climb
+
 _FEWEST = 64
 """As long as there are no more, those that have gone are not dropped."""
 
@@ -26,15 +28,13 @@ class Residents(NamedTuple):
     Attributes:
         blocks: Its resident blocks.
         num_tokens: Tokens that it has computed.
-        budget: Slots of a KV head on average.
-        is_fixed: See `RowPlan`: where the slots are depends on it.
+        climb: Its budget, and how that has grown.
         scored_from: Position of the first query that has scored what is held.
     """
 
     blocks: list[KVCacheBlock]
     num_tokens: int
-    budget: int
-    is_fixed: bool
+    climb: Climb
     scored_from: int
 
 
@@ -52,18 +52,14 @@ class _Entry(NamedTuple):
         pairs = zip(blocks, self.hashes, strict=True)
         return all(block.block_hash == mine for block, mine in pairs)
 
-    def suits(self, budget: int, is_fixed: bool) -> bool:
-        """Whether a request with this budget has its slots in the same places."""
-        return (self.residents.budget, self.residents.is_fixed) == (budget, is_fixed)
-
     def ends_as(self, request: Request, whole: int) -> bool:
         """Whether a request goes on with these tokens behind its whole blocks."""
         return self.tail == request.all_token_ids[whole : self.residents.num_tokens]
 
     def is_same(self, other: _Entry) -> bool:
         """Whether the other, with the same whole blocks, is of the same use."""
-        mine = self.residents
-        return self.tail == other.tail and other.suits(mine.budget, mine.is_fixed)
+        mine, others = self.residents.climb, other.residents.climb
+        return self.tail == other.tail and mine.suits(others)
 
 
 class KeptRequests:
@@ -110,23 +106,20 @@ class KeptRequests:
         if self._count > self._most:
             self._drop_gone()
 
-    def longest(
-        self, request: Request, most: int, budget: int, is_fixed: bool
-    ) -> Residents | None:
+    def longest(self, request: Request, most: int, climb: Climb) -> Residents | None:
         """What is kept of the most tokens that a request begins with.
 
         Args:
             request: The request.
             most: Tokens that it may leave unread.
-            budget: That it has: what had another one does not suit it.
-            is_fixed: See `Residents`.
+            climb: The budget that it asks for, which must be the same share, or number.
         """
         for whole in range(most // self._size * self._size, 0, -self._size):
             suiting = [
                 entry.residents
                 for entry in self._entries.get(self._key(request, whole), ())
                 if entry.residents.num_tokens <= most
-                and entry.suits(budget, is_fixed)
+                and entry.residents.climb.suits(climb)
                 and entry.ends_as(request, whole)
                 and entry.is_whole
             ]

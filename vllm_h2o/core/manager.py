@@ -150,8 +150,8 @@ class H2OManager(FullAttentionManager):
         self._forget_reading(request_id)
         if options.is_full:
             prefill_end = most_tokens
-        climb = climb or self._engines
-        budget = climb.budget
+        self._stand(request_id, climb or self._engines)
+        budget = self._budget[request_id]
         assert budget <= self.budget and not budget % self._block_slots
         first_query, window = max(budget, prefill_end), options.observation_window
         chunk = chunk_tokens(options.chunk(self.policy), budget, self.block_size)
@@ -164,9 +164,6 @@ class H2OManager(FullAttentionManager):
             first_query = first_observer(self.policy, prefill_end, window)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
-        self._budget[request_id], self._climb[request_id] = budget, climb
-        if climb.is_fixed:
-            self._growth[request_id] = 0, 0, 0, 1
         # By the gate no query has to run for the scores.
         must_run = prefill_end if self.policy.gated else first_query
         self._lookup.must_run = 0 if reads_on else must_run
@@ -178,12 +175,13 @@ class H2OManager(FullAttentionManager):
 
         Args:
             request_id: It holds no blocks here; see `begin_prefill`.
-            residents: Of its first tokens, with its budget.
+            residents: Of its first tokens, with a budget that suits its own.
             options: What the request asks for.
         """
         end, start = self._prefill_end[request_id], residents.num_tokens
+        self._stand(request_id, residents.climb.ahead_of(start, end))
         budget, window = self._budget[request_id], options.observation_window
-        assert budget == residents.budget and budget < start < end
+        assert start < end
         asked = options.chunk(self.policy)
         rest = cdiv(end - start, self.block_size) * self.block_size
         chunk = min(chunk_tokens(asked, budget, self.block_size) or rest, rest)
@@ -191,29 +189,29 @@ class H2OManager(FullAttentionManager):
         self._reading[request_id] = reading
         self._readers.add(request_id)
         self._sources[request_id] = residents.blocks
-        first_end = reading.span(start, end).end
+        first_end = self._span(request_id, start).end
         self._first_query[request_id] = first_observer(self.policy, first_end, window)
 
     def residents(self, request_id: str, num_tokens: int) -> Residents | None:
         """What a request holds that another can go on from, or nothing.
 
-        Heads have parted when a budget is filled, and are full until it grows.
+        Heads have parted when a first budget is filled.
 
         Args:
             request_id: A request.
             num_tokens: Tokens that it has computed.
         """
-        if not self.is_resident(request_id) or self._climb[request_id].grown_at:
+        if not self.is_resident(request_id):
             return None
-        end, budget = self._prefill_end[request_id], self._budget[request_id]
-        if num_tokens < end or num_tokens <= budget:
+        end, climb = self._prefill_end[request_id], self._climb[request_id]
+        has_parted = climb.grown_at or num_tokens > climb.budget
+        if num_tokens < end or not has_parted:
             return None
         scored_from = self._first_query[request_id]
         if reading := self._reading.get(request_id):
             scored_from = first_observer(self.policy, end, reading.window)
         blocks = self.req_to_blocks[request_id][self.dense_columns :]
-        is_fixed = self._climb[request_id].is_fixed
-        return Residents(blocks, num_tokens, budget, is_fixed, scored_from)
+        return Residents(blocks, num_tokens, climb, scored_from)
 
     def tokens_continued(self, request_id: str) -> int:
         """Tokens that the request has not read, as another had."""
@@ -242,7 +240,20 @@ class H2OManager(FullAttentionManager):
         end = self._prefill_end[request_id]
         if request_id not in self._readers or num_computed >= end:
             return sys.maxsize
-        return self._reading[request_id].span(num_computed, end).end
+        return self._span(request_id, num_computed).end
+
+    def _span(self, request_id: str, position: int) -> ChunkSpan:
+        """The chunk that a position is in; of what comes later, the prompt's last.
+
+        One ends where the budget grows, too: what is held then is laid out anew.
+        """
+        end = self._prefill_end[request_id]
+        position = min(position, end - 1)
+        chunk = self._reading[request_id].span(position, end)
+        climb = self._climb[request_id].at(position + 1)
+        # That which decodes may have grown since.
+        grown_at = climb.grown_at if climb.grown_at <= position else climb.grown_before
+        return ChunkSpan(max(chunk.start, grown_at), min(chunk.end, climb.serves))
 
     def put_chunks(self, plan: ResidencyPlan, request_ids: Sequence[str]) -> None:
         """Write into a step's plan which chunk of its prompt each request is in."""
@@ -253,7 +264,7 @@ class H2OManager(FullAttentionManager):
                 continue
             reading, end = self._reading[request_id], self._prefill_end[request_id]
             computed = int(plan.num_computed_tokens[i])
-            span = reading.span(computed, end)
+            span = self._span(request_id, computed)
             scored = [first_observer(self.policy, n, reading.window) for n in span]
             if span.start == reading.start:
                 scored[0] = reading.scored_from
@@ -288,14 +299,20 @@ class H2OManager(FullAttentionManager):
         """Tokens of a sequence of `num_tokens` that a KV head holds on average."""
         end = self._prefill_end[request_id]
         if num_tokens < end and request_id in self._reading:
-            start = self._reading[request_id].span(num_tokens, end).start
-            return min(start, self._budget[request_id]) + num_tokens - start
+            start = self._span(request_id, num_tokens).start
+            return self._held(request_id, start) + num_tokens - start
         if num_tokens < end or self.stays_dense(request_id):
             return num_tokens
         if self._layout.whole_blocks:
             return self._layout.resident_tokens(num_tokens)
+        return self._held(request_id, num_tokens)
+
+    def _held(self, request_id: str, num_tokens: int) -> int:
+        """The same of a resident request that has been compressed to its budget."""
         climb = self._climb[request_id]
-        return min(place_of(num_tokens, climb.grown_at, climb.grown_from), climb.budget)
+        # A step in flight may let it grow behind these tokens.
+        end = max(num_tokens, climb.grown_at)
+        return min(place_of(end, climb.grown_at, climb.grown_from), climb.budget)
 
     def replay_boundary(self, request_id: str) -> int:
         """Tokens from which a repeat of the prompt can resume; 0: where stock's can."""
@@ -317,18 +334,10 @@ class H2OManager(FullAttentionManager):
         if reading and reading.start:
             dense, end = self._dense_blocks(request_id), 0
         if num_tokens >= end:
-            climb = self._climb_at(request_id, num_tokens)
+            climb = self._climb[request_id].at(num_tokens)
             held = climb.budget if climb.grown_at else min(num_tokens, climb.budget)
             resident = cdiv(held, self._block_slots)
         return dense, resident
-
-    def _climb_at(self, request_id: str, num_tokens: int) -> Climb:
-        """Where a resident request stands that has `num_tokens`.
-
-        One that outgrows its budget gets all blocks of the next one at once.
-        """
-        climb = self._climb[request_id]
-        return climb.next if num_tokens > climb.serves else climb
 
     def _missing(
         self, request_id: str, num_tokens: int, num_hit_blocks: int = 0
@@ -414,7 +423,8 @@ class H2OManager(FullAttentionManager):
 
         It may have just been given away: nothing is written to it before that.
         """
-        pairs = zip(held, mine, strict=True)
+        # Where the budget grows, there are more of its own.
+        pairs = zip(held, mine[: len(held)], strict=True)
         self._copies.extend((old.block_id, new.block_id) for old, new in pairs)
         if all(block.block_hash is not None for block in held):
             # As after a hit of vLLM's, the last to be given away.
@@ -422,17 +432,26 @@ class H2OManager(FullAttentionManager):
             self.block_pool.free_blocks(reversed(held))
 
     def _grow(self, request_id: str, num_tokens: int) -> None:
-        """Note it where a request outgrows its budget."""
+        """Note it where a request outgrows its budget.
+
+        It gets all blocks of the next one at once.
+        """
         if self.stays_dense(request_id):
             return
-        climb = self._climb_at(request_id, num_tokens)
-        if climb is self._climb[request_id]:
-            return
-        assert num_tokens == climb.grown_at + 1, "a request grows by its next token"
+        climb = self._climb[request_id].at(num_tokens)
+        if climb is not self._climb[request_id]:
+            reads, grown_at = request_id in self._readers, climb.grown_at
+            assert reads or num_tokens == grown_at + 1, "a request grows token by token"
+            self._stand(request_id, climb)
+
+    def _stand(self, request_id: str, climb: Climb) -> None:
+        """Note which budget a request has from now on."""
         self._climb[request_id], self._budget[request_id] = climb, climb.budget
-        self._growth[request_id] = (
-            climb.grown_at, climb.grown_from, climb.grown_before, 0
-        )  # fmt: skip
+        self._growth.pop(request_id, None)
+        if climb.grown_at or climb.is_fixed:
+            self._growth[request_id] = (
+                climb.grown_at, climb.grown_from, climb.grown_before, climb.is_fixed
+            )  # fmt: skip
 
     def _new_blocks(self, count: int) -> list[KVCacheBlock]:
         if not count:

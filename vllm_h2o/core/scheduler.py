@@ -65,7 +65,7 @@ class H2OScheduler(AsyncScheduler):
         self._kept = self._kept_requests()
         self._aligns_states = self.need_mamba_block_aligned_split
         # vLLM asks where steps have to end; see `_mamba_block_aligned_split`.
-        self.need_mamba_block_aligned_split |= self._spec.h2o.prefill_chunk > 0
+        self.need_mamba_block_aligned_split |= self._spec.h2o.reads_on
         self._layout = self._spec.layout
         device = self.vllm_config.device_config.device_type
         self._limits = self._spec.limits(device)
@@ -150,7 +150,9 @@ class H2OScheduler(AsyncScheduler):
         option, value, slots = "policy", options.policy, most_tokens
         if not options.is_full:
             option, value = "prefill_chunk", str(asked)
-            slots = self._limits.climb(options.budget, most_tokens, most_tokens).budget
+            # What it goes on from may have been read with more to come.
+            end = self.max_model_len if options.continue_ else most_tokens
+            slots = self._limits.climb(options.budget, most_tokens, end).budget
         needed = spec.blocks_while_reading(most_tokens, slots, asked or 0)
         needed *= len(self.h2o_managers)
         needed += sum(
@@ -203,7 +205,7 @@ class H2OScheduler(AsyncScheduler):
             return None
         last = request.num_tokens - 1
         most = last if most_hit is None else min(last, most_hit)
-        residents = kept.longest(request, most, climb.budget, climb.is_fixed)
+        residents = kept.longest(request, most, climb)
         if residents is None or residents.num_tokens <= num_hits:
             return None
         self.h2o_managers[0].go_on(request.request_id, residents, options)

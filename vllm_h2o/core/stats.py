@@ -71,8 +71,9 @@ class H2OStats:
         computed, scheduled = plan.num_computed_tokens, plan.num_scheduled_tokens
         compressed = plan.first_queries < ends  # else it stays dense
         # A request that decodes has one token.
-        held_then = np.minimum(plan.grown_at, plan.grown_from)
-        places = computed - plan.grown_at + held_then
+        # See `policy.layout.place_of`.
+        shifts = plan.grown_at - np.minimum(plan.grown_at, plan.grown_from)
+        places = computed - shifts
         evicting = compressed & plan.decodes & (places >= budgets)
         self.tokens_evicted += int(np.count_nonzero(evicting))
         if layout.whole_blocks:
@@ -80,7 +81,7 @@ class H2OStats:
                 self.tokens_evicted -= tokens_held(before + 1) - tokens_held(before)
         ending = compressed & ~plan.decodes & (computed + scheduled >= ends)
         self.transitions += int(np.count_nonzero(ending))
-        held = np.minimum(plan.chunk_starts, budgets)
+        held = np.minimum(plan.chunk_starts - shifts, budgets)
         new = ends - plan.chunk_starts
         self.tokens_evicted += int(np.maximum(held + new - budgets, 0)[ending].sum())
         if layout.whole_blocks:  # all with its budget

@@ -51,8 +51,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     _check_classes(vllm_config)
     _drop_idle_window(vllm_config)
     _check_model(vllm_config)
-    _check_chunks(vllm_config, config)
-    _check_keep(vllm_config, config)
+    _check_reading_on(vllm_config, config)
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
     _check_kernel(vllm_config, config)
@@ -140,22 +139,22 @@ def _check_model(vllm_config: VllmConfig) -> None:
         _refuse("--disable-hybrid-kv-cache-manager", True, fix)
 
 
-def _check_chunks(vllm_config: VllmConfig, config: H2OConfig) -> None:
-    model = vllm_config.model_config
-    if config.prefill_chunk and model.is_mm_prefix_lm:
-        # A chunk's end may lie within an image, whose tokens see each other.
-        fix = "drop --h2o-prefill-chunk: this model reads images in both directions"
-        _refuse("--h2o-prefill-chunk", config.prefill_chunk, fix)
-
-
-def _check_keep(vllm_config: VllmConfig, config: H2OConfig) -> None:
+def _check_reading_on(vllm_config: VllmConfig, config: H2OConfig) -> None:
+    asked: dict[str, tuple[Any, str]] = {}
+    if config.prefill_chunk:
+        asked["--h2o-prefill-chunk"] = config.prefill_chunk, "0"
+    if config.keeps:
+        asked["--h2o-keep"] = config.keep, shown(NONE)
+    for option, (value, off) in asked.items():
+        if vllm_config.model_config.is_mm_prefix_lm:
+            # A chunk's end may lie within an image, whose tokens see each other.
+            why = "this model reads images in both directions"
+            _refuse(option, value, f"{why}: use {off}")
     if not config.keeps:
         return
     why = ""
     if not vllm_config.cache_config.enable_prefix_caching:
         why = "it needs --enable-prefix-caching"
-    elif vllm_config.model_config.is_mm_prefix_lm:
-        why = "this model reads images in both directions"
     elif _has_several_kinds(vllm_config):
         why = "this model has layers with a window or a state of their own"
     if why:

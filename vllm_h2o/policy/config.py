@@ -326,6 +326,11 @@ class H2OConfig:
         """Whether something stays of a request that has ended."""
         return self.keep != NONE
 
+    @property
+    def reads_on(self) -> bool:
+        """Whether tokens may be read beside what is held of those before them."""
+        return self.prefill_chunk > 0 or self.keeps
+
     def _why_not_kept(self) -> str:
         """What going on from what is kept needs in place of what is there."""
         if self.head_budgets == REQUEST:

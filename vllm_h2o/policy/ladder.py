@@ -91,6 +91,15 @@ class Ladder:
             return self.lengths[step]
         return int(self.lengths[step] * self.share / share)
 
+    def between(self, step: int, share: float | None = None) -> int:
+        """Tokens that fill each head of a budget, of one that has grown to it.
+
+        Args:
+            step: Index of the budget, not the first.
+            share: See `serves`.
+        """
+        return self.serves(step, share) - self.serves(step - 1, share)
+
     def enters(
         self, num_tokens: int, most_tokens: int, share: float | None = None
     ) -> int:
@@ -157,9 +166,38 @@ class Climb:
             return sys.maxsize
         return self.ladder.serves(self.step, self.share)
 
-    @property
-    def next(self) -> Climb:
-        """The step that the request goes on with when it has outgrown this one."""
+    def at(self, num_tokens: int) -> Climb:
+        """Where the request stands that has so many tokens, by then."""
+        climb = self
+        while num_tokens > climb.serves:
+            climb = climb.grown(climb.serves)
+        return climb
+
+    def ahead_of(self, num_tokens: int, more_tokens: int) -> Climb:
+        """Where a request stands that has some tokens and is about to read more.
+
+        One that will outgrow its budget does so at once where each head is full, or has
+        lost nothing. That is so if no budget has grown yet, or once as many tokens have
+        come since as fill each head.
+
+        Args:
+            num_tokens: That it has.
+            more_tokens: That it will have.
+        """
+        if more_tokens <= self.serves:
+            return self
+        between = self.ladder.between(self.step, self.share) if self.grown_at else 0
+        full = num_tokens - self.grown_at >= between
+        return self.grown(num_tokens) if full else self
+
+    def grown(self, num_tokens: int) -> Climb:
+        """The step that the request goes on with once it has so many tokens."""
         return replace(
-            self, step=self.step + 1, grown_at=self.serves, grown_before=self.grown_at
+            self, step=self.step + 1, grown_at=num_tokens, grown_before=self.grown_at
         )
+
+    def suits(self, other: Climb) -> bool:
+        """Whether the other goes on from where a request is that stands here: the heads
+        of both have their slots in the same places."""
+        alike = (self.share, self.is_fixed) == (other.share, other.is_fixed)
+        return alike and (not self.is_fixed or self.budget == other.budget)

@@ -91,12 +91,16 @@ class _Held(Resident):
     def __init__(
         self, pages: Pages, chunk: Chunk, head: int, params: DecodeParams
     ) -> None:
-        numbers = torch.tensor([[chunk.start], [chunk.scored_from], [chunk.placement]])
+        counts = chunk.start, chunk.scored_from, chunk.placement, chunk.grown_at
+        position, first_query, placement, grown_at = torch.tensor(counts)[:, None]
         rows = ResidentRows(
-            chunk.resident[None], numbers[0], numbers[1], None, numbers[2]
-        )
+            chunk.resident[None], position, first_query,
+            placements=placement, grown_at=grown_at,
+        )  # fmt: skip
         super().__init__(pages, rows, 0, head, params)
         self.count = min(self.place, self.layout.budget)
+        # That have had a place before the chunk's end.
+        self.most_places = self.place + chunk.end - chunk.start
         slots = torch.arange(self.count)
         births = self.get("births", slots)
         self.slots = births.argsort()
@@ -232,7 +236,7 @@ def _select(
     if config.prompt_pooling > 1 and layout.budget >= params.budget_of(chunk.placement):
         fresh = scores[:, held.count :]
         scores[:, held.count :] = method.pool(fresh, config.prompt_pooling)
-    gone = chunk.end - len(positions)
+    gone = held.most_places - len(positions)
     (kept,), slots = select_residents(scores, 1, layout, gone=gone)
     fields = method.fields
     return kept, slots, {name: state[name][kept] for name in fields}

@@ -66,6 +66,7 @@ class Chunk:
             by position.
         resident: `[>= budget_blocks]` int32 pages of the request's resident blocks.
         placement: Index of how its slots are split.
+        grown_at: Tokens of the sequence when its budget last grew, see `ResidentRows`.
     """
 
     start: int
@@ -76,6 +77,7 @@ class Chunk:
     blocks: torch.Tensor
     resident: torch.Tensor
     placement: int = UNIFORM
+    grown_at: int = 0
 
 
 @dataclass(frozen=True, eq=False)
