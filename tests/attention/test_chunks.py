@@ -236,6 +236,23 @@ def test_the_best_are_kept(name):
         assert {*layer.held(head, end)} == {*best, *range(end - 16, end)}
 
 
+def test_what_is_pooled_is_not_what_a_token_has_got():
+    """Neighbours share their scores when a chunk is compressed, and no more."""
+    got = []
+    for pooling in (1, 5):
+        layer = Sequence(200, params_of(sinks=0))
+        layer.begin(BY_ATTENTION)
+        config = dataclasses.replace(BY_ATTENTION, pooling=pooling)
+        layer.read_on(CHUNK, 192, config, [CHUNK, 192])
+        got.append([attention_got(layer, head) for head in range(KV_HEADS)])
+    for alone, pooled in zip(*got, strict=True):
+        assert alone.keys() != pooled.keys()
+        both = alone.keys() & pooled.keys()
+        assert {token: alone[token] for token in both} == {
+            token: pooled[token] for token in both
+        }
+
+
 def attention_got(layer, head):
     """What each token that a head holds has got, all heads alike."""
     pages = layer.pages

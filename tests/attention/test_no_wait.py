@@ -28,11 +28,13 @@ from vllm_h2o.attention.placements import (
     GroupPlacements,
     PlacementTable,
 )
+from vllm_h2o.attention.reading_on import read_on
 from vllm_h2o.attention.transition import observe_prompt
 from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.gate import Rotation
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import Sum
 from vllm_h2o.policy.placement import Placement, layouts_of, lend_by_budget
 
 DECODE = ["attend_kernel", "combine_kernel"]
@@ -221,6 +223,30 @@ def test_transition(engine, layers, launched, gate):
     scoring = ["gate_kernel"] if gate else ["lse_kernel", "observe_kernel"]
     prompt.transitions.run()  # on a device all has been done at once
     assert launched == [*scoring, *TRANSITION] * len(layers) and not prompt.layers
+
+
+def test_reading_on(engine, layers, launched):
+    """The last step of a later chunk, and its compression."""
+    builder, _ = engine
+    rows = {"reads": RowPlan(100, 5, 105, 73, 64, chunk_start=90, scored_from=58)}
+    metadata, _ = build(builder, rows, guard=no_waiting)
+    (row,) = metadata.reading
+    weights = torch.empty(3, 2 * 64 + 4, device=DEVICE)
+    gate = LayerGate(weights, Rotation(torch.empty(1024, 64, device=DEVICE)), 3)
+    own = {"gate": gate, "method": Sum(0.9)}
+    params = [replace(layer.impl._params, **own) for layer in layers]
+    for own in params:
+        own.device_tables  # noqa: B018  What never changes goes to the device now.
+    config = replace(layers[0].impl.h2o, prompt_score="gate", head_budgets="auto")
+    query = tokens(5, 9)
+    with no_waiting():
+        for layer, own in zip(layers, params, strict=True):
+            read_on(
+                query, layer.impl._dense, layer.impl._pages, row, layer.layer_name,
+                config, own, torch.empty_like(query),
+            )  # fmt: skip
+    # Out of the slots for the queries, once more at the chunk's end, and into them.
+    assert launched == ["held_kernel"] * 3 * len(layers) and not row.layers
 
 
 @pytest.mark.parametrize(

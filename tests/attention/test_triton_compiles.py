@@ -19,14 +19,14 @@ def test_kernels_compile(capability):
     assert set(shared_bytes) == {
         "attend_kernel", "combine_kernel", "gate_kernel", "lse_kernel",
         "observe_kernel", "image_kernel", "select_kernel", "gather_kernel",
-        "scatter_kernel", "ring_kernel",
+        "scatter_kernel", "ring_kernel", "held_kernel",
     }  # fmt: skip
     # What a program may have on the smallest of today's GPUs (8.6, 8.9).
     assert max(shared_bytes.values()) <= 99 * 1024
     # Layers of other budgets, other batches and prompts do not wait for a compiler.
     # What merges splits is compiled for 1, 2, 4 .. of them; these have 1, 3 and 16. A
-    # ring is moved out of its slots, and back.
-    several = {"combine_kernel": 3, "ring_kernel": 2}
+    # ring is moved out of its slots, and back, and so is what is held.
+    several = {"combine_kernel": 3, "ring_kernel": 2, "held_kernel": 2}
     assert found["variants"] == dict.fromkeys(shared_bytes, 1) | several
     # The new token's; K and V come 16 bytes at a time, by head and in int8 too.
     assert found["short_loads"] == [2, 2, 2]

@@ -60,6 +60,8 @@ def result_of(
         # By request id, which has a random end.
         survivors = llm.collective_rpc("probe_survivors")[0]
         result["survivors"] = [survivors[name] for name in sorted(survivors)]
+        if policy.get("keep"):
+            result["next"] = next_turn(llm, prompts[1], outputs[1], num_tokens)
         assert_pool_whole(llm)
         profile = llm.collective_rpc("h2o_profile")[0]
         result["errors"] = profile and profile.errors
@@ -77,6 +79,25 @@ def result_of(
         if "graphs" in path:
             result["graphs"] = llm.collective_rpc("probe_graphs")[0]
     return result
+
+
+def next_turn(llm: Any, prompt: Any, answer: Any, num_tokens: int) -> dict[str, Any]:
+    """Tokens and survivors of a turn that goes on from this one."""
+    from tests.engine.helpers import greedy
+    from tests.engine.tiny_models import random_prompts
+
+    (more,) = random_prompts(70)
+    turn = prompt["prompt_token_ids"] + list(answer.token_ids) + more
+    asks = {"h2o": {"continue": True, "report": True}}
+    llm.collective_rpc("probe_watch")
+    parameters = greedy(num_tokens, extra_args=asks)
+    (output,) = llm.generate([{"prompt_token_ids": turn}], parameters)
+    (survivors,) = llm.collective_rpc("probe_survivors")[0].values()
+    return {
+        "tokens": list(output.outputs[0].token_ids),
+        "survivors": survivors,
+        "continued": output.kv_transfer_params["h2o"]["tokens_continued"],
+    }
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ CHUNKS = ({}, {"max_num_batched_tokens": 160, "long_prefill_token_threshold": 32
 
 CASES = [
     ("v1", 1, True, "attention"),
-    ("v2", 1, True, "gate"),
+    ("v2", 1, True, "gate beside what is held"),
     pytest.param("v2 graphs", 1, False, "attention", marks=pytest.mark.slow),
     pytest.param("v2", 0, True, "attention", marks=pytest.mark.slow),
     pytest.param("v2", 1, False, "attention", marks=pytest.mark.slow),
@@ -79,25 +79,36 @@ CASES = [
 @pytest.mark.parametrize(("path", "chunks", "by_head", "prompt_score"), CASES)
 def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     policy = POLICY | {"head_budgets": str(profile) if by_head else "uniform"}
-    if prompt_score == "gate":
-        policy = {"prompt_score": "gate"} | policy
+    options = CHUNKS[chunks]
+    scoring, compressed, transitions = "observe", 2, 2  # the other two stay dense
+    if prompt_score != "attention":
+        policy = {"prompt_score": "gate", "prefill_chunk": 64, "keep": "end"} | policy
+        policy |= {"budget": 32}
         del policy["observation_window"], policy["pooling"]
-    expected = run("cpu", policy, **CHUNKS[chunks])
-    actual = run(path, policy, **CHUNKS[chunks])
+        scoring, compressed, transitions = "score_by_gate", 3, 2 + 3 + 1
+        options = options | {"enable_prefix_caching": True}
+    expected = run("cpu", policy, **options)
+    actual = run(path, policy, **options)
+    if "keep" in policy:
+        assert actual["next"] == expected["next"]
+        assert actual["next"]["continued"] == 90 + 9 - 1
+        transitions += 2
     assert actual["tokens"] == expected["tokens"]
     assert actual["survivors"] == expected["survivors"]
-    assert len(actual["survivors"]) == 2 and len(actual["survivors"][0]) == 2
+    assert len(actual["survivors"]) == compressed and len(actual["survivors"][0]) == 2
     for ours, theirs in zip(actual["logprobs"], expected["logprobs"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
     # Forced tokens, and what the model thought of them, on either runner.
     assert actual["given"] == [[7] * 3, [*range(9)]]
     assert actual["forced"] == pytest.approx(expected["forced"], abs=1e-4)
     assert actual["stats"] == expected["stats"]
-    assert actual["stats"]["transitions"] == 2, "the other two stay dense"
+    assert actual["stats"]["transitions"] == transitions
     assert actual["stats"]["tokens_evicted"] > 0
     # Compiled by now, on a GPU.
-    scoring = "score_by_gate" if prompt_score == "gate" else "observe"
-    assert actual["warmed_up"] == sorted(["decode_resident", scoring, "transition"])
+    used = ["decode_resident", scoring, "transition"]
+    if "keep" in policy:
+        used += ["compress_chunk", "read_on"]
+    assert actual["warmed_up"] == sorted(used)
     check_runner(actual, path)
     if path == "v1" and chunks:
         # A prompt's last token beside decodes is no decode.

@@ -58,7 +58,11 @@ class Rocm(Cuda):
 @pytest.fixture
 def config():
     """A fresh config of SmolLM2 with H2O, as this machine resolves it."""
-    options = {"kv_policy": "h2o", "h2o_budget": 256, "max_model_len": 1024}
+    return config_of()
+
+
+def config_of(**more):
+    options = {"kv_policy": "h2o", "h2o_budget": 256, "max_model_len": 1024} | more
     args = EngineArgs(model=str(SMOLLM2), dtype="float32", **options)
     return args.create_engine_config()
 
@@ -244,6 +248,15 @@ def test_a_layout_that_packs_layers_is_refused_of_several_kinds(config, monkeypa
     )
     with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT='BLHNC': unset it"):
         check_cuda_options(config)
+
+
+def test_a_layout_in_which_blocks_lie_apart_keeps_nothing(monkeypatch):
+    config = config_of(h2o_keep="end")
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLNHC")
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_LAYOUT='BLNHC'.*--h2o-keep"):
+        check_cuda_options(config)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBNHC")
+    check_cuda_options(config)
 
 
 def spec_of(config):

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm_h2o.attention import ops
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops import Chunk, DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.attention.reading_on import read_on
@@ -267,6 +267,12 @@ class H2OImpl(_StockImpl):
         kernels.transition([layer], prompt, resident, placement, position, self.h2o)
         if placements is not None and placements.grows:
             kernels.order_rings([layer], prompt, placement, position, 0)
+        if self.h2o.reads_on:
+            chunk = Chunk(position, position + 1, 0, 0, 0, prompt, resident, placement)
+            output, state = torch.empty_like(query), {}
+            kernels.read_on(query, position, dense, pages, chunk, state, params, output)
+            layer = ScoredLayer(pages, state, params, dense)
+            kernels.compress_chunk([layer], chunk, self.h2o)
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
             key = query[:, :num_kv_heads]

@@ -319,10 +319,15 @@ def check_cuda_options(vllm_config: VllmConfig) -> None:
     if attention.backend_per_kind:
         fix = "use --attention-backend"
         _refuse("attention_config.backend_per_kind", attention.backend_per_kind, fix)
-    layout = envs.VLLM_KV_CACHE_LAYOUT
-    if layout and layout.startswith("B") and _has_several_kinds(vllm_config):
+    layout = envs.VLLM_KV_CACHE_LAYOUT or ""
+    config = h2o_config(vllm_config)
+    if layout.startswith("B") and _has_several_kinds(vllm_config):
         # vLLM then packs layers of one kind into a spec that is no longer ours.
         fix = "unset it, this model has layers of several kinds"
+        _refuse("VLLM_KV_CACHE_LAYOUT", layout, fix)
+    if layout.startswith("B") and config is not None and config.keeps:
+        # Blocks of a layer then lie apart, and are copied as if they did not.
+        fix = f"unset it, or use --h2o-keep {NONE}"
         _refuse("VLLM_KV_CACHE_LAYOUT", layout, fix)
     parallel = vllm_config.parallel_config
     if parallel.enable_dbo:

@@ -1,11 +1,13 @@
 """Reading on in plain torch: chunks of a prompt, beside what is held of those before.
 
-The oracle, and what runs on CPU: torch's products take most of the time.
+The oracle, and what runs: torch's products take most of the time. Where kernels find
+what is held is theirs to say (`Hold`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -13,12 +15,14 @@ from vllm_h2o.attention.ops.resident import Resident, quantized, scales_of, toke
 from vllm_h2o.attention.ops.types import Chunk, DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.layout import place_of
 from vllm_h2o.policy.methods import Method, Queries, State, has_prompt_rules
+from vllm_h2o.policy.quantization import dequantize
 from vllm_h2o.policy.selection import select_residents
 from vllm_h2o.policy.softmax import attention_of
 
-_QUERY_TILE = 256
-"""Queries per tile: bounds the memory of their probabilities."""
+_QUERY_TILE, _MOST_LOGITS = 256, 1 << 22
+"""Queries of a tile, and logits of their heads: bound the memory of probabilities."""
 
 
 def read_on(
@@ -30,14 +34,16 @@ def read_on(
     state: State,
     params: DecodeParams,
     output: torch.Tensor,
+    *,
+    hold: Hold | None = None,
 ) -> None:
-    """See `Kernels.read_on`."""
-    heads = _heads(pages, chunk, params)
+    """See `Kernels.read_on`; `hold` is the kernels'."""
+    heads = (hold or HeldHeads)(pages, chunk, params).heads
     most_held = max(held.count for held in heads)
     end = first_position + len(query)
     if not state:
         _begin(state, heads, most_held, chunk, params.method)
-    read = torch.arange(chunk.start, end)
+    read = torch.arange(chunk.start, end, device=query.device)
     group = query.shape[1] // len(heads)
     for held in heads:
         tokens = tokens_of(dense, chunk.blocks.long(), held.head, read)
@@ -64,12 +70,18 @@ def read_on(
 
 
 def compress_chunk(
-    layers: Sequence[ScoredLayer], chunk: Chunk, config: H2OConfig
+    layers: Sequence[ScoredLayer],
+    chunk: Chunk,
+    config: H2OConfig,
+    *,
+    hold: Hold | None = None,
 ) -> None:
-    """See `Kernels.compress_chunk`."""
+    """See `Kernels.compress_chunk`; `hold` is the kernels'."""
     for layer in layers:
-        params, fresh = layer.params, torch.arange(chunk.start, chunk.end)
-        heads = _heads(layer.pages, chunk, params)
+        params, device = layer.params, layer.pages.keys.device
+        fresh = torch.arange(chunk.start, chunk.end, device=device)
+        held_heads = (hold or HeldHeads)(layer.pages, chunk, params)
+        heads = held_heads.heads
         most_held = max(held.count for held in heads)
         expected = _expected(layer, chunk)
         for held in heads:
@@ -83,59 +95,119 @@ def compress_chunk(
                 looked[held.count :] += window
             kept = _select(state, positions, looked, held, chunk, config, params)
             _move(layer, chunk, held, fresh, *kept)
+        held_heads.write()
 
 
-class _Held(Resident):
-    """What a KV head holds, in the order of its tokens' births."""
+class HeldHead:
+    """What a KV head holds, in the order of its tokens' births.
+
+    Attributes:
+        head: The KV head.
+        layout: Its slots.
+        count: Tokens that it holds.
+        most_places: Tokens that have had a place before the chunk's end.
+        slots: `[count]` int64 where they are.
+        births: `[count]` int64 their positions.
+    """
 
     def __init__(
-        self, pages: Pages, chunk: Chunk, head: int, params: DecodeParams
+        self,
+        pages: Pages,
+        chunk: Chunk,
+        head: int,
+        params: DecodeParams,
+        content: Content,
     ) -> None:
-        counts = chunk.start, chunk.scored_from, chunk.placement, chunk.grown_at
-        position, first_query, placement, grown_at = torch.tensor(counts)[:, None]
-        rows = ResidentRows(
-            chunk.resident[None], position, first_query,
-            placements=placement, grown_at=grown_at,
-        )  # fmt: skip
-        super().__init__(pages, rows, 0, head, params)
-        self.count = min(self.place, self.layout.budget)
-        # That have had a place before the chunk's end.
-        self.most_places = self.place + chunk.end - chunk.start
-        slots = torch.arange(self.count)
+        """Look at a head beside a chunk; `content` has what is in its slots."""
+        self.head, self._content, self._quantized = head, content, pages.quantized
+        placement, num_kv_heads = chunk.placement, pages.keys.shape[1]
+        self.layout = params.layouts_of(placement, num_kv_heads)[head]
+        before, grown_at = self.layout.budget, chunk.grown_at
+        if grown_at:
+            assert params.placements is not None
+            before = params.placements.held(placement, head)
+        self.count = min(place_of(chunk.start, grown_at, before), self.layout.budget)
+        self.most_places = place_of(chunk.end, grown_at, before)
+        slots = torch.arange(self.count, device=pages.keys.device)
         births = self.get("births", slots)
-        self.slots = births.argsort()
+        self.slots = births.argsort(stable=True)
         self.births = births[self.slots].long()
 
-    def vectors(self, what: str, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """See the base class; None: of all that is held."""
-        return super().vectors(what, self.slots if slots is None else slots)
+    def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
+        """Copy of the slots' content, `[n, ...]`: `keys`, `values`, `births`, scales,
+        or a field."""
+        return self._content.get(what, slots)
+
+    def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
+        """Overwrite the slots' content; see `HeldHeads.write`."""
+        self._content.put(what, slots, content)
+
+    def vectors(self, what: str) -> torch.Tensor:
+        """All held `keys` or `values`, `[count, head_size]` float32."""
+        content = self.get(what, self.slots)
+        if not self._quantized:
+            return content.float()
+        return dequantize(content, self.get(f"{what[:-1]}_scales", self.slots))
 
     def columns(self, most_held: int, num_fresh: int) -> torch.Tensor:
         """Where a chunk's state has what is held, and so many of the chunk's tokens."""
-        return torch.cat([self.slots, most_held + torch.arange(num_fresh)])
+        fresh = torch.arange(num_fresh, device=self.slots.device)
+        return torch.cat([self.slots, most_held + fresh])
 
 
-def _heads(pages: Pages, chunk: Chunk, params: DecodeParams) -> list[_Held]:
-    heads = range(pages.keys.shape[1])
-    return [_Held(pages, chunk, head, params) for head in heads]
+class Content(Protocol):
+    """What is in the slots of a KV head."""
+
+    def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
+        """See `HeldHead.get`."""
+        ...
+
+    def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
+        """See `HeldHead.put`."""
+        ...
+
+
+class HeldHeads:
+    """What the KV heads of a layer hold beside a chunk, looked at page by page.
+
+    Attributes:
+        heads: All of them.
+    """
+
+    def __init__(self, pages: Pages, chunk: Chunk, params: DecodeParams) -> None:
+        """Look at all heads."""
+        counts = torch.tensor([chunk.start, chunk.scored_from, chunk.placement])
+        position, first_query, placement = counts[:, None]
+        blocks = chunk.resident[None]
+        rows = ResidentRows(blocks, position, first_query, placements=placement)
+        self.heads = [
+            HeldHead(pages, chunk, head, params, Resident(pages, rows, 0, head, params))
+            for head in range(pages.keys.shape[1])
+        ]
+
+    def write(self) -> None:
+        """Write what has been put, where that is not done at once."""
+
+
+Hold = Callable[[Pages, Chunk, DecodeParams], HeldHeads]
 
 
 def _begin(
-    state: State, heads: list[_Held], most_held: int, chunk: Chunk, method: Method
+    state: State, heads: list[HeldHead], most_held: int, chunk: Chunk, method: Method
 ) -> None:
     """Make the state of a chunk: what is held has its own, if prompts keep no more."""
     shape = len(heads), most_held + chunk.end - chunk.start
     for name in (*method.fields, *method.prompt_fields):
-        state[name] = torch.zeros(shape)
+        state[name] = torch.zeros(shape, device=chunk.blocks.device)
     for held in heads:
-        slots = torch.arange(held.count)
+        slots = torch.arange(held.count, device=chunk.blocks.device)
         for name in () if has_prompt_rules(method) else method.fields:
             state[name][held.head, : held.count] = held.get(name, slots)
 
 
 def _start(
     state: State,
-    held: _Held,
+    held: HeldHead,
     tokens: dict[str, torch.Tensor],
     first_position: int,
     most_held: int,
@@ -144,7 +216,8 @@ def _start(
 ) -> None:
     """Write the state of a step's new tokens, which no query has looked at."""
     new = slice(first_position - chunk.start, None)
-    positions = torch.arange(first_position, chunk.start + len(tokens["keys"]))
+    last, device = chunk.start + len(tokens["keys"]), chunk.blocks.device
+    positions = torch.arange(first_position, last, device=device)
     keys, values = (tokens[what][None, new] for what in ("keys", "values"))
     columns = most_held + positions - chunk.start
     for name, mine in method.start(keys, values, positions).items():
@@ -179,12 +252,13 @@ def _attend(
     observe = params.method.observe
     if has_prompt_rules(params.method):
         observe = params.method.observe_prompt
-    for first in range(0, num_queries, _QUERY_TILE):
-        last = min(first + _QUERY_TILE, num_queries)
+    tile = max(min(_QUERY_TILE, _MOST_LOGITS // (len(query) * len(keys))), 1)
+    for first in range(0, num_queries, tile):
+        last = min(first + tile, num_queries)
         seen = before + last
         logits = query[:, first:last] @ keys[:seen].T * params.scale
-        own = before + torch.arange(first, last)[:, None]
-        hidden = torch.arange(seen) > own
+        own = before + torch.arange(first, last, device=query.device)[:, None]
+        hidden = torch.arange(seen, device=query.device) > own
         probs = attention_of(logits, hidden, softcap=params.softcap, sink=sink)
         attended[:, first:last] = probs @ values[:seen]
         if last > first_scoring:
@@ -199,7 +273,8 @@ def _expected(layer: ScoredLayer, chunk: Chunk) -> torch.Tensor | None:
     if gate is None:
         return None
     num_kv_heads = layer.pages.keys.shape[1]
-    expected = torch.empty(num_kv_heads, chunk.end - chunk.start)
+    shape = num_kv_heads, chunk.end - chunk.start
+    expected = torch.empty(shape, device=chunk.blocks.device)
     gate.fill(expected, layer.source, chunk.blocks, chunk.first_query, chunk.start)
     return expected
 
@@ -219,7 +294,7 @@ def _select(
     state: State,
     positions: torch.Tensor,
     looked: torch.Tensor,
-    held: _Held,
+    held: HeldHead,
     chunk: Chunk,
     config: H2OConfig,
     params: DecodeParams,
@@ -232,7 +307,7 @@ def _select(
         now = Queries(positions, first, chunk.end).count()
         state = method.recounted(state, looked, now)
     queries = Queries(positions, first, chunk.end, params.group)
-    scores = score(state, queries)[None]
+    scores = score(state, queries)[None].clone()  # of some methods it is their state
     if config.prompt_pooling > 1 and layout.budget >= params.budget_of(chunk.placement):
         fresh = scores[:, held.count :]
         scores[:, held.count :] = method.pool(fresh, config.prompt_pooling)
@@ -245,7 +320,7 @@ def _select(
 def _move(
     layer: ScoredLayer,
     chunk: Chunk,
-    held: _Held,
+    held: HeldHead,
     fresh: torch.Tensor,
     kept: torch.Tensor,
     slots: torch.Tensor,

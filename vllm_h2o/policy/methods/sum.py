@@ -33,7 +33,8 @@ class Sum(Method):
         if self.score_decay != 1.0:
             num_queries = received.shape[-2]
             ages = torch.arange(num_queries - 1, -1, -1, device=probs.device)
-            decay = torch.tensor(self.score_decay, device=probs.device)
+            # Filled on the device: a copy of a value to it would wait for it.
+            decay = torch.full((), self.score_decay, device=probs.device)
             received = received * torch.pow(decay, ages)[:, None]
             state["attention"].mul_(self.score_decay**num_queries)
         state["attention"].add_(received.sum(dim=-2))

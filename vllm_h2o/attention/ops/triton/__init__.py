@@ -4,12 +4,8 @@ Needs torch and triton, not vLLM. Nothing outside this package imports triton.
 Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from vllm_h2o.attention.ops.reference import (
-    attend_observed,
-    compress_chunk,
-    read_on,
-    start,
-)
+from vllm_h2o.attention.ops.reference import attend_observed, start
+from vllm_h2o.attention.ops.triton.chunks import compress_chunk, read_on
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
 from vllm_h2o.attention.ops.triton.growth import order_rings
 from vllm_h2o.attention.ops.triton.launch import (

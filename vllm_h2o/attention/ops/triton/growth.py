@@ -51,18 +51,39 @@ def ring_kernel(
     entry = placement * tl.num_programs(1) + head
     heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     place = num_tokens
-    places, state = (blocks, None, None), (blocks, None, None)
     if sizes is not None:
         place = place_after(num_tokens, sizes, entry, grown_at)
-    if lists is not None:
-        places, state = places_of(blocks, sizes, lists, entry)
-    i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    i = tile * BLOCK_S + tl.arange(0, BLOCK_S)
     exists = i < tl.where(place < budget, 0, budget - heavy)
     slot = heavy + i
     if not BACK:
         oldest = slot_of(place, heavy, budget) - heavy
         slot = heavy + (oldest + i) % (budget - heavy)
     at = head.to(tl.int64) * most + i
+    copy_slots(
+        keys, keys_strides, values, values_strides, attention, births, state_strides,
+        key_scales, value_scales, staged, staged_attention, staged_births,
+        staged_scales, at, slot, exists, blocks, sizes, lists, entry, head,
+        BACK, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_slots(
+    keys, keys_strides, values, values_strides, attention, births, state_strides,
+    key_scales, value_scales, staged, staged_attention, staged_births, staged_scales,
+    at, slot, exists, blocks, sizes, lists, entry, head,
+    BACK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copy what is in slots of a KV head to `staged[at]`, or for BACK from there.
+
+    Of slots that exist; `entry` says where the pages of the head are.
+    """
+    places, state = (blocks, None, None), (blocks, None, None)
+    if lists is not None:
+        places, state = places_of(blocks, sizes, lists, entry)
+    d = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     in_staged = staged + at[:, None] * (2 * HEAD_SIZE) + d[None, :]
     in_keys = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)

@@ -23,7 +23,7 @@ from vllm_h2o.attention.pages import Pages
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
-CAPABILITIES = frozenset({Capability.INT8})
+CAPABILITIES = frozenset({Capability.INT8, Capability.CHUNKS})
 """What the kernels have beside."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_SIZE = 512

@@ -1,0 +1,151 @@
+"""Reading on: what KV heads hold is copied out of their slots, and into them again."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_h2o.attention.ops import Chunk, DecodeParams, chunks
+from vllm_h2o.attention.ops.triton.growth import copy_slots
+from vllm_h2o.attention.ops.triton.launch import (
+    copied_tokens,
+    page_arguments,
+    table_arguments,
+)
+from vllm_h2o.attention.ops.triton.slots import place_after, sizes_of
+from vllm_h2o.attention.pages import Pages
+from vllm_h2o.policy.quantization import NUM_SCALES
+
+# Differ from request to request or by layer: one compilation must serve them all.
+_VARYING = ["placement", "num_tokens", "grown_at", "most"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["blocks"])
+def held_kernel(
+    keys, keys_strides, values, values_strides, attention, births, state_strides,
+    key_scales, value_scales, staged, staged_attention, staged_births, staged_scales,
+    slots, blocks, sizes, lists,
+    placement, num_tokens, grown_at, most,
+    BACK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAVY: tl.constexpr, BUDGET: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copy one tile of what a KV head holds out of its slots, or back into others.
+
+        staged[head, i] = what is in slot i, of as many as are held
+        what is in slots[head, i] = staged[head, i]                   for BACK, if >= 0
+
+    Grid `(tiles of slots, num_kv_heads)`.
+
+    Reference: HeldHeads of ops/chunks.py.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    entry = placement * tl.num_programs(1) + head
+    i = tile * BLOCK_S + tl.arange(0, BLOCK_S)
+    at = head.to(tl.int64) * most + i
+    if BACK:
+        slot = tl.load(slots + at, mask=i < most, other=-1).to(tl.int32)
+        exists = slot >= 0
+    else:
+        _, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
+        place = num_tokens
+        if sizes is not None:
+            place = place_after(num_tokens, sizes, entry, grown_at)
+        slot, exists = i, i < tl.minimum(place, budget)
+    copy_slots(
+        keys, keys_strides, values, values_strides, attention, births, state_strides,
+        key_scales, value_scales, staged, staged_attention, staged_births,
+        staged_scales, at, slot, exists, blocks, sizes, lists, entry, head,
+        BACK, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
+
+
+class StagedHeads(chunks.HeldHeads):
+    """What the KV heads of a layer hold, copied out of their pages at once."""
+
+    def __init__(self, pages: Pages, chunk: Chunk, params: DecodeParams) -> None:
+        """Copy it; what is put stays here until `write`."""
+        self._pages, self._chunk, self._params = pages, chunk, params
+        num_kv_heads = pages.keys.shape[1]
+        self._most = params.largest_of(chunk.placement, num_kv_heads)
+        self._held = self._empty()
+        self._run(self._held, None)
+        self._put, shape = self._empty(), (num_kv_heads, self._most)
+        self._slots = torch.full(shape, -1, dtype=torch.int32, device=pages.keys.device)
+        self.heads = [
+            chunks.HeldHead(pages, chunk, head, params, self._of(head))
+            for head in range(num_kv_heads)
+        ]
+
+    def write(self) -> None:
+        """See the base class."""
+        self._run(self._put, self._slots)
+
+    def _of(self, head: int) -> StagedHead:
+        held, put = (
+            {name: part[head] for name, part in parts.items()}
+            for parts in (self._parts(self._held), self._parts(self._put))
+        )
+        return StagedHead(held, put, self._slots[head])
+
+    def _empty(self) -> dict[str, torch.Tensor]:
+        pages, (num_kv_heads, head_size) = self._pages, self._pages.keys.shape[1:3]
+        shape = num_kv_heads, self._most
+        return {
+            "staged": pages.keys.new_empty(*shape, 2 * head_size),
+            "staged_attention": pages.attention.new_empty(shape),
+            "staged_births": pages.births.new_empty(shape),
+            "staged_scales": pages.attention.new_empty(*shape, NUM_SCALES),
+        }
+
+    def _parts(self, staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        keys, values = staged["staged"].chunk(2, dim=-1)
+        key_scales, value_scales = staged["staged_scales"].unbind(dim=-1)
+        return {
+            "keys": keys, "values": values,
+            "key_scales": key_scales, "value_scales": value_scales,
+            "attention": staged["staged_attention"], "births": staged["staged_births"],
+        }  # fmt: skip
+
+    def _run(self, staged: dict[str, torch.Tensor], slots: torch.Tensor | None) -> None:
+        pages, chunk, layout = self._pages, self._chunk, self._params.layout
+        num_kv_heads, head_size = pages.keys.shape[1:3]
+        tile = copied_tokens(head_size)
+        assert chunk.resident.is_contiguous()
+        held_kernel[(triton.cdiv(self._most, tile), num_kv_heads)](
+            **page_arguments(pages), **table_arguments(self._params), **staged,
+            slots=slots, blocks=chunk.resident, placement=chunk.placement,
+            num_tokens=chunk.start, grown_at=chunk.grown_at, most=self._most,
+            BACK=slots is not None, HEAD_SIZE=head_size, BLOCK_SIZE=layout.block_size,
+            HEAVY=layout.heavy_slots, BUDGET=layout.budget,
+            BLOCK_S=tile, BLOCK_D=triton.next_power_of_2(head_size), num_warps=4,
+        )  # fmt: skip
+
+
+class StagedHead:
+    """See `chunks.Content`; what is put are the first rows of what is to be written."""
+
+    def __init__(
+        self,
+        held: dict[str, torch.Tensor],
+        put: dict[str, torch.Tensor],
+        slots: torch.Tensor,
+    ) -> None:
+        """Read parts `[most, ...]` of what is held, and write those and their slots."""
+        self._held, self._put, self._slots = held, put, slots
+
+    def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
+        """See `chunks.HeldHead.get`."""
+        return self._held[what][slots]
+
+    def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
+        """See `chunks.HeldHead.put`; all parts of a head to the same slots."""
+        self._put[what][: len(slots)] = content
+        self._slots[: len(slots)] = slots
+
+
+read_on = functools.partial(chunks.read_on, hold=StagedHeads)
+compress_chunk = functools.partial(chunks.compress_chunk, hold=StagedHeads)
