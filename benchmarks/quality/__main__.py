@@ -76,6 +76,10 @@ READS_OR_MERGES: list[Variant] = [
     ("d2o uniform", "d2o", {"head_budgets": "uniform"}),
     ("h2o merge=value", "h2o", {"merge": "value"} | BY_ATTENTION),
 ]
+RECENT: list[Variant] = [
+    (f"h2o recent_ratio={share}", "h2o", {"recent_ratio": share})
+    for share in (0.2, 0.1, 0.05)
+]
 OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
@@ -280,7 +284,7 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
             continue
         share: Variant = ("h2o share", "h2o", {"budget": f"{100 * fraction:g}%"})
         yield from _ours(
-            [H2O, share, INT8, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES],
+            [H2O, share, INT8, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES, *RECENT],
             fraction,
             work,
         )

@@ -802,16 +802,32 @@ def test_the_same_once_more_takes_the_place_of_what_is_kept():
     assert driver.schedule().h2o_plan.copies
 
 
-def test_turns_of_a_session_are_not_kept():
-    """With a step in flight they end behind the token that vLLM says."""
+@pytest.mark.parametrize("stops", [False, True])
+def test_turns_of_a_session_go_on(stops):
+    """But for one that stops by a token, behind which a step has run: what the session
+    holds is then that token's too, which it drops."""
     driver = Driver(64, budget=64, chunk=200, keep="end")
-    driver.add(list(range(1, 101)), 20, session="chat")
+    asks = {"continue": True}
+    driver.add(list(range(1, 101)), 20, session="chat", **asks)
+    request = driver.requests["chat"]
+    if stops:
+        request.sampling_params.stop_token_ids = [1019]  # the last that it may have
+        request.max_tokens = 30
     while not driver.scheduler.num_waiting_for_streaming_input:
-        driver.schedule()
+        while len(driver.in_flight) < 2:
+            driver.schedule()
         driver.process()
-    driver.add([5] * 30, 10, session="chat")
-    driver.schedule()
+    assert request.num_tokens == 120
+    assert sum(len(step.num_scheduled_tokens) for step in driver.in_flight) == stops
+    while driver.in_flight:
+        driver.process()
+    driver.add([5] * 30, 10, session="chat", **asks)
+    plan = driver.schedule().h2o_plan
+    row = plan.rows["chat"]
+    assert row.prefill_end == 119 + 30
+    assert row.num_computed_tokens == (96 if stops else 119), "hits of its prompt"
+    assert len(plan.copies) == (0 if stops else 4)
+    assert plan.kept == ([] if stops else ["chat"]) and plan.restarted == ["chat"]
     driver.process()
     driver.abort("chat")
-    assert driver.scheduler.h2o_stats.kept_requests == 0
     driver.assert_pool_whole()

@@ -1,6 +1,7 @@
 """Prompts that are read in chunks: an engine against the rules written down densely."""
 
 import pytest
+from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import (
@@ -9,6 +10,7 @@ from tests.engine.helpers import (
     assert_equal_densely,
     assert_pool_whole,
     engine,
+    greedy,
     pool,
     prompts_of,
     scheduler,
@@ -61,6 +63,7 @@ def test_engine_equals_reference():
         for _ in range(2):
             assert_equal_densely(llm, prompts, expected)
         _assert_goes_on(llm, model, expected, prompts, (variant, COMMON, own))
+        _assert_session_goes_on(llm, model, expected[0], prompts[0], (variant, own))
         llm.collective_rpc("probe_watch")
         add(llm, "preempted", prompts[0], NUM_TOKENS)
         for _ in range(4):  # in its second chunk
@@ -74,6 +77,39 @@ def test_engine_equals_reference():
         kept = [[head.survivors() for head in layer] for layer in expected[0].heads]
         assert survivors == kept
         assert_pool_whole(llm)
+
+
+def _assert_session_goes_on(llm, model, before, prompt, rules):
+    """The next turn of streaming input, which drops the last token of the one before
+    it."""
+    variant, own = rules
+    core = llm.llm_engine.engine_core.engine_core
+    more = prompts_of(300)[0][200:260]
+    result = generate(
+        model, prompt + before.tokens[:-1] + more, NUM_TOKENS, [variant], COMMON, own,
+        chunk=CHUNK, before=before,
+    )[0]  # fmt: skip
+    for tokens in (prompt, more):
+        parameters = greedy(NUM_TOKENS, extra_args={"h2o": {"continue": True}})
+        parameters.update_from_generation_config({}, eos_token_id=2)
+        turn = Request(
+            "session", [*tokens], parameters, None,
+            block_hasher=core.request_block_hasher, resumable=True,
+        )  # fmt: skip
+        core.scheduler.add_request(turn)
+        session = core.scheduler.requests["session"]
+        llm.collective_rpc("probe_watch")
+        while not core.scheduler.num_waiting_for_streaming_input:
+            core.step()
+    assert result.margin > 1e-3, "it meets a tie: take another"
+    assert [*session.output_token_ids] == result.tokens
+    (survivors,) = llm.collective_rpc("probe_survivors")[0].values()
+    assert survivors == [[head.survivors() for head in x] for x in result.heads]
+    assert core.scheduler.h2o_managers[0].tokens_continued("session") == (
+        len(prompt) + NUM_TOKENS - 1
+    )
+    scheduler(llm).finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    core.step()
 
 
 def _assert_goes_on(llm, model, expected, prompts, rules):

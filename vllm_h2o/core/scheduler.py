@@ -75,6 +75,7 @@ class H2OScheduler(AsyncScheduler):
         self._reporter = Reporter()
         self._restarted: list[str] = []
         self._just_kept: list[str] = []
+        self._ran_on: set[str] = set()
         self._logged_counters = ""
         logger.info_once("%s", self._summary())
         if self._most >= longest:
@@ -216,9 +217,8 @@ class H2OScheduler(AsyncScheduler):
         kept, computed = self._kept, request.num_computed_tokens
         if kept is None or not kept.takes(request):
             return
-        # With the tokens of steps in flight, of which the last may not be known. Of a
-        # session that has stopped vLLM takes these off, and the steps run all the same.
-        if computed > request.num_tokens or request.resumable:
+        # With the tokens of steps in flight, of which the last may not be known.
+        if computed > request.num_tokens or request.request_id in self._ran_on:
             return
         failed = request.status == RequestStatus.FINISHED_ERROR
         if failed or not self._options_of(request, 0).keeps(self._spec.h2o):
@@ -271,6 +271,7 @@ class H2OScheduler(AsyncScheduler):
         report = self._report(request)
         self._count_finished(request)
         self._keep(request)
+        self._ran_on.discard(request.request_id)
         transferred, *others = super()._free_request(request, *args, **kwargs)
         if report:
             transferred = {**(transferred or {}), "h2o": report}
@@ -313,9 +314,19 @@ class H2OScheduler(AsyncScheduler):
             said["tokens_continued"] = manager.tokens_continued(name)
         return said
 
+    def _handle_stopped_request(self, request: Request) -> bool:
+        # Of a session vLLM takes off what steps in flight compute, which run all the
+        # same: what it holds is then another token's too.
+        if request.resumable and request.num_output_placeholders:
+            self._ran_on.add(request.request_id)
+        return super()._handle_stopped_request(request)
+
     def _update_request_as_session(self, session, update) -> None:
         # Streaming input: the next turn is read densely again, like a request
-        # resumed after a preemption; its prompt blocks may hit the prefix cache.
+        # resumed after a preemption; its prompt blocks may hit the prefix cache, or it
+        # goes on from what the turn before it has held.
+        self._keep(session)
+        self._ran_on.discard(session.request_id)
         super()._update_request_as_session(session, update)
         self.kv_cache_manager.free(session)
         session.num_computed_tokens = 0

@@ -118,6 +118,7 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "v1.core.sched.scheduler:Scheduler._free_request": (
         "(self, request, delay_free_blocks=)",
     ),
+    "v1.core.sched.scheduler:Scheduler._handle_stopped_request": ("(self, request)",),
     "v1.core.sched.scheduler:Scheduler._update_request_as_session": (
         "(self, session, update)",
     ),
@@ -151,6 +152,7 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "v1.request:Request.max_tokens": ("",),
     "v1.request:Request.num_tokens": ("(self)",),
     "v1.request:Request.num_output_tokens": ("(self)",),
+    "v1.request:Request.num_output_placeholders": ("",),
     "v1.request:Request.num_computed_tokens": ("",),
     "v1.request:Request.structured_output_request": ("",),
     "v1.request:Request.status": ("",),
