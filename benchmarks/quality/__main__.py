@@ -76,10 +76,6 @@ READS_OR_MERGES: list[Variant] = [
     ("d2o uniform", "d2o", {"head_budgets": "uniform"}),
     ("h2o merge=value", "h2o", {"merge": "value"} | BY_ATTENTION),
 ]
-RECENT: list[Variant] = [
-    (f"h2o recent_ratio={share}", "h2o", {"recent_ratio": share})
-    for share in (0.2, 0.1, 0.05)
-]
 OURS_TOO: list[Variant] = [
     ("snapkv", "snapkv", {}),
     ("tova", "tova", {}),
@@ -173,6 +169,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output", help=f"a CSV; default, without them: {QUALITY_CSV}")
     parser.add_argument("--references", help="keep the full cache's outputs here")
+    help_ = "recent shares of the budget, with --texts: these in place of all else"
+    parser.add_argument("--recent", nargs="+", type=float, help=help_)
     parser.add_argument("--only", nargs="+", help="cells whose text has one of these")
     args = parser.parse_args(argv)
     args.model = args.model or str(ensure_model())
@@ -282,9 +280,14 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
         if args.chunks:
             yield from _chunked(args.chunks, fraction, work)
             continue
+        if args.recent:
+            ratios = [{"recent_ratio": ratio} for ratio in args.recent]
+            variants = [(f"h2o {ratio}", "h2o", ratio) for ratio in ratios]
+            yield from _ours(variants, fraction, work)
+            continue
         share: Variant = ("h2o share", "h2o", {"budget": f"{100 * fraction:g}%"})
         yield from _ours(
-            [H2O, share, INT8, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES, *RECENT],
+            [H2O, share, INT8, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES],
             fraction,
             work,
         )

@@ -802,10 +802,11 @@ def test_the_same_once_more_takes_the_place_of_what_is_kept():
     assert driver.schedule().h2o_plan.copies
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_turns_of_a_session_go_on(stops):
+@pytest.mark.parametrize("case", ["goes on", "stops", "asks for logits"])
+def test_turns_of_a_session_go_on(case):
     """But for one that stops by a token, behind which a step has run: what the session
-    holds is then that token's too, which it drops."""
+    holds is then that token's too, which it drops. And one that asks for all logits."""
+    stops, read = case == "stops", case != "goes on"
     driver = Driver(64, budget=64, chunk=200, keep="end")
     asks = {"continue": True}
     driver.add(list(range(1, 101)), 20, session="chat", **asks)
@@ -822,11 +823,13 @@ def test_turns_of_a_session_go_on(stops):
     while driver.in_flight:
         driver.process()
     driver.add([5] * 30, 10, session="chat", **asks)
+    if case == "asks for logits":
+        request.sampling_params.prompt_logprobs = 1
     plan = driver.schedule().h2o_plan
     row = plan.rows["chat"]
     assert row.prefill_end == 119 + 30
-    assert row.num_computed_tokens == (96 if stops else 119), "hits of its prompt"
-    assert len(plan.copies) == (0 if stops else 4)
+    assert row.num_computed_tokens == (96 if read else 119), "hits of its prompt"
+    assert len(plan.copies) == (0 if read else 4)
     assert plan.kept == ([] if stops else ["chat"]) and plan.restarted == ["chat"]
     driver.process()
     driver.abort("chat")

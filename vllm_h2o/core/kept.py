@@ -62,6 +62,12 @@ class _Entry(NamedTuple):
         return self.tail == other.tail and mine.suits(others)
 
 
+def is_known_by_tokens(request: Request) -> bool:
+    """Whether a request is known by its tokens, adapter and salt: it has no images and
+    no embeddings."""
+    return not request.mm_features and request.prompt_embeds is None
+
+
 class KeptRequests:
     """Residents of requests that have ended, by the tokens that these had.
 
@@ -79,11 +85,6 @@ class KeptRequests:
         self._entries: dict[BlockHash, list[_Entry]] = {}
         self._serial = itertools.count()
         self._count, self._most = 0, _FEWEST
-
-    def takes(self, request: Request) -> bool:
-        """Whether a request is known by its tokens, adapter and salt: it has no images
-        and no embeddings."""
-        return not request.mm_features and request.prompt_embeds is None
 
     def keep(self, request: Request, residents: Residents) -> None:
         """Keep what a request held, whose blocks are about to be freed.

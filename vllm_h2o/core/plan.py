@@ -89,8 +89,8 @@ class ResidencyPlan:
         stats: The counters by name.
         restarted: Requests whose prompt is going to be read again, though they neither
             finished nor were preempted: sessions that got their next turn.
-        kept: Requests that have ended since the last step, and that others may go on
-            from.
+        kept: Requests, or turns of sessions, that have ended since the last step, and
+            that others may go on from.
         copies: Blocks to be copied before the step, from and to: what a request goes
             on from.
     """

@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_h2o.core import compat
-from vllm_h2o.core.kept import KeptRequests
+from vllm_h2o.core.kept import KeptRequests, is_known_by_tokens
 from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.metrics import Reporter
 from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
@@ -202,7 +202,11 @@ class H2OScheduler(AsyncScheduler):
         """A hit of what is kept of another request, if that is of more tokens."""
         kept, caching = self._kept, self.kv_cache_manager
         assert kept is not None
-        if not kept.takes(request) or not caching.prefix_cache_lookup_enabled(request):
+        reads_cache = caching.prefix_cache_lookup_enabled(request)
+        # vLLM has asked a session's first turn alone.
+        params = request.sampling_params
+        needs_logits = params is not None and params.prompt_logprobs is not None
+        if not is_known_by_tokens(request) or not reads_cache or needs_logits:
             return None
         last = request.num_tokens - 1
         most = last if most_hit is None else min(last, most_hit)
@@ -215,7 +219,7 @@ class H2OScheduler(AsyncScheduler):
     def _keep(self, request: Request) -> None:
         """Keep what a request holds that ends, if that is what it asks for."""
         kept, computed = self._kept, request.num_computed_tokens
-        if kept is None or not kept.takes(request):
+        if kept is None or not is_known_by_tokens(request):
             return
         # With the tokens of steps in flight, of which the last may not be known.
         if computed > request.num_tokens or request.request_id in self._ran_on:

@@ -165,6 +165,7 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     ),
     "sampling_params:StructuredOutputsParams.json_object": ("is bool | None",),
     "sampling_params:SamplingParams.extra_args": ("is dict[str, Any] | None",),
+    "sampling_params:SamplingParams.prompt_logprobs": ("is int | None",),
     "outputs:RequestError": ("class ()",),
     "outputs:RequestError.code": ("is str",),
     "outputs:RequestError.message": ("is str",),
