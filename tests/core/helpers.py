@@ -153,8 +153,11 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self.ends: dict[str, int] = {}
         """Tokens that each request has computed when its steps so far have run."""
-        self.contents: dict[int, tuple[str, int]] = {}
-        """Of blocks then: whose they are, and in which of its resident columns."""
+        self.contents: dict[int, tuple[str, int, int]] = {}
+        """Of blocks then: whose they are, in which of its resident columns, and for
+        how many tokens if they are another's copy of these."""
+        self.stood_at: dict[tuple[str, int], tuple[int, int]] = {}
+        """Where requests stood on the ladder, and since when, with so many tokens."""
         self.gone_on: dict[str, int] = {}
         """Tokens that each request has not read, as it goes on from another."""
         self.chunks: dict[str, int] = {}
@@ -188,6 +191,8 @@ class Driver:
         self.names = (f"r{i}" for i in itertools.count())
         self.token = itertools.count(1000)
         self.transitions: dict[str, int] = {}
+        self.prompts: set[tuple[str, int]] = set()
+        """Requests, with the tokens that they had to read at some time."""
         self.read: dict[str, int] = {}
         """Tokens of each request that had to be read when it was admitted."""
         self.outputs: dict[str, list[int]] = {}
@@ -364,6 +369,7 @@ class Driver:
             request = self.scheduler.requests[name]
             if name in admitted:
                 self.read[name] = request.num_tokens
+                self.prompts.add((name, request.num_tokens))
                 most = request.num_prompt_tokens + request.max_tokens
                 most, end = min(most, MAX_MODEL_LEN), request.num_tokens
                 if is_full(request):
@@ -416,7 +422,7 @@ class Driver:
             end = most
         assert row.prefill_end == end
         # Within the budget, or at an end with the first token.
-        is_asked_for_later = wishes_of(request).get("keep") == "end"
+        is_asked_for_later = wishes_of(request).get("keep", "none") != "none"
         if most <= max(row.budget, end + (not is_asked_for_later)):
             first_query = max(row.budget, end)
         assert row.first_query == first_query
@@ -460,10 +466,10 @@ class Driver:
         if start > origin:
             assert row.scored_from == self._first_query(request, start)
 
-    def _keeps(self, request: Request) -> bool:
-        """Whether something stays of the request when it has ended."""
-        keeps = wishes_of(request).get("keep", self.keep) != "none"
-        return keeps and not is_full(request)
+    def _kept(self, request: Request) -> str:
+        """What stays of the request."""
+        keep = wishes_of(request).get("keep", self.keep)
+        return "none" if is_full(request) else keep
 
     def _residents(self, name: str) -> list[int]:
         blocks = self.manager.req_to_blocks[name][self.manager.dense_columns :]
@@ -477,19 +483,24 @@ class Driver:
         name, start = request.request_id, row.num_computed_tokens
         assert [target for _, target in copies] == self._residents(name)[: len(copies)]
         held = [self.contents[source] for source, _ in copies]
-        ended = held[0][0]
-        assert held == [(ended, column) for column in range(len(copies))]
-        assert ended in self.finished or ended not in self.scheduler.requests
-        assert self._keeps(self.requests[ended]) and self.ends[ended] == start
+        ended, _, copied_at = held[0]
+        assert held == [(ended, column, copied_at) for column in range(len(copies))]
+        if self._kept(self.requests[ended]) == "prompt":
+            assert (ended, start) in self.prompts and copied_at in (0, start)
+        else:
+            assert ended in self.finished or ended not in self.scheduler.requests
+            assert self._kept(self.requests[ended]) == "end"
+            assert self.ends[ended] == start and copied_at == 0
         tokens = self.requests[ended].all_token_ids[:start]
         assert request.all_token_ids[:start] == tokens and start < request.num_tokens
         assert self.requests[ended].cache_salt == request.cache_salt
         self.gone_on[name] = start
-        assert len(copies) == self.budget_of(self.requests[ended]) // self.slots
+        budget = self.budget_of(self.requests[ended])
         if self.climbs(request):
             assert self.share_of(request) == self.share_of(self.requests[ended])
-            self.steps[name] = self.steps[ended]
-            self.grown_at[name] = self.grown_at[ended]
+            self.steps[name], self.grown_at[name] = self.stood_at[ended, start]
+            budget = self.ladder.budgets[self.steps[name]] * self.slots
+        assert len(copies) == budget // self.slots
         asked = wishes_of(request).get("prefill_chunk", self.prefill_chunk)
         rest = -(-(request.num_tokens - start) // BLOCK_SIZE) * BLOCK_SIZE
         least = -(-max(asked, 2 * row.budget) // BLOCK_SIZE) * BLOCK_SIZE
@@ -499,13 +510,24 @@ class Driver:
         """What the worker will do to blocks, in the order of the steps."""
         plan = output.h2o_plan
         assert len({target for _, target in plan.copies}) == len(plan.copies)
+        mine = {block for name in plan.rows for block in self._residents(name)}
+        copied = {}
+        for source, target in plan.copies:
+            name, column, _ = self.contents[source]
+            copied[target] = name, column, self.ends[name]
+            if target not in mine:  # It stays of a prompt, before an answer is added.
+                assert self.ends[name] == self.read[name]
+                assert plan.rows[name].num_computed_tokens == self.read[name]
+        self.contents |= copied
         for name, row in plan.rows.items():
             self.ends[name] = row.num_computed_tokens + row.num_scheduled_tokens
+            stands = self.steps.get(name, 0), self.grown_at.get(name, 0)
+            self.stood_at[name, self.ends[name]] = stands
             blocks = self.manager.req_to_blocks[name]
             for block in blocks[: self.manager.dense_columns]:
-                self.contents[block.block_id] = name, -1
+                self.contents[block.block_id] = name, -1, 0
             for column, block_id in enumerate(self._residents(name)):
-                self.contents[block_id] = name, column
+                self.contents[block_id] = name, column, 0
 
     def _check_growth(
         self, name: str, end: int, row: RowPlan, share: float | None

@@ -759,6 +759,8 @@ def test_a_prompt_of_which_one_token_is_asked_is_kept():
         {"budget": 64, "policy": "gate", "beside": ""},
         {"budget": 32, "prefill_chunk": 40, "chunk": 17},
         {"budget": 64, "resident": "int8"},
+        {"budget": 32, "keep": "prompt"},
+        {"budget": "50%", "keep": "prompt", "num_blocks": 64},
     ],
 )
 def test_conversations_in_any_order(options):
@@ -800,6 +802,61 @@ def test_the_same_once_more_takes_the_place_of_what_is_kept():
     assert len(entries) == 1 and entries[0].is_whole
     driver.add([*driver.requests[name].all_token_ids, 5], 2, **{"continue": True})
     assert driver.schedule().h2o_plan.copies
+
+
+def test_what_is_held_at_the_end_of_a_prompt_is_kept_while_it_answers():
+    """For a turn that has another answer than was given: a copy, in free blocks."""
+    driver = Driver(64, budget=64, chunk=200, keep="prompt", policy="gate")
+    first = driver.add(list(range(1, 101)), 20)
+    driver.schedule()
+    plan = driver.schedule().h2o_plan
+    assert plan.rows[first].num_computed_tokens == 100 and len(plan.copies) == 4
+    assert driver.scheduler.h2o_stats.kept_requests == 1
+    asks = {"continue": True, "report": True}
+    said = [driver.add([*range(1, 101), 7, n], 5, **asks) for n in (5, 6)]
+    driver.drain()
+    assert [driver.reports[name]["tokens_continued"] for name in said] == [100, 100]
+    assert driver.scheduler.h2o_stats.kept_requests == 3
+    # Ended with its first token, it needs no copy.
+    third = driver.add([*range(1, 101), 7, 8], 1, keep="prompt", **asks)
+    while not driver.schedule().h2o_plan.rows.get(third):
+        driver.process()
+    driver.drain()
+    assert driver.scheduler.h2o_stats.kept_requests == 4
+    driver.add([*range(1, 101), 7, 8, 9], 1, **asks)
+    row = driver.schedule().h2o_plan.row(0)
+    assert row.num_computed_tokens == 102
+    driver.drain()
+    driver.assert_pool_whole()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_prompts_that_are_kept_in_one_step_have_blocks_of_their_own(same):
+    """There are free ones for one of both; two samples of a prompt need one copy."""
+    driver = Driver(30, budget=64, chunk=400, keep="prompt", policy="gate")
+    first = list(range(1, 101))
+    second = first if same else [9, *first[1:]]
+    for prompt in (first, second):
+        driver.add(prompt, 20, salt=None if same else str(prompt[0]))
+    driver.schedule()
+    free = driver.pool.get_num_free_blocks()
+    assert same or 4 <= free < 8
+    plan = driver.schedule().h2o_plan
+    assert len(plan.copies) == 4 and driver.scheduler.h2o_stats.kept_requests == 1
+    assert driver.pool.get_num_free_blocks() == free
+    driver.drain()
+    driver.assert_pool_whole()
+
+
+def test_no_copy_is_made_where_no_blocks_are_free():
+    driver = Driver(15, budget=64, chunk=200, keep="prompt", policy="gate")
+    driver.add(list(range(1, 101)), 20)
+    driver.schedule()
+    assert driver.pool.get_num_free_blocks() == 14 - 7 - 4, "3 of 4 are"
+    assert not driver.schedule().h2o_plan.copies
+    driver.drain()
+    assert driver.scheduler.h2o_stats.kept_requests == 0
+    driver.assert_pool_whole()
 
 
 @pytest.mark.parametrize("case", ["goes on", "stops", "asks for logits"])

@@ -127,4 +127,14 @@ def _assert_goes_on(llm, model, expected, prompts, rules):
         assert_equal_densely(llm, [turn], result, [{"continue": True}])
         gone_on = scheduler(llm).h2o_stats.continued_tokens - before
         assert gone_on == len(prompts[which]) + NUM_TOKENS - 1
+    # A turn with another answer than was given goes on from the end of the prompt.
+    assert_equal_densely(llm, prompts[:1], expected[:1], [{"keep": "prompt"}])
+    before = generate(model, prompts[0], 1, [variant], common, own, chunk=CHUNK)[0]
+    turn = prompts[0] + more[50:110]
+    result = generate(
+        model, turn, NUM_TOKENS, [variant], common, own, chunk=CHUNK, before=before
+    )
+    before = scheduler(llm).h2o_stats.continued_tokens
+    assert_equal_densely(llm, [turn], result, [{"continue": True}])
+    assert scheduler(llm).h2o_stats.continued_tokens - before == len(prompts[0])
     assert_pool_whole(llm)

@@ -49,7 +49,7 @@ MODEL = str(SMOLLM2)
         ("observation_window", "0%", "'20%'"),
         ("observation_window", "101%", "'20%'"),
         ("prefill_chunk", -1, "from 0 to 2147483648"),
-        ("keep", "prompt", "none, end"),
+        ("keep", "all", "none, end, prompt"),
         ("prefill_chunk", 2.5, "whole number"),
         ("read", "0%", "'20%'"),
         ("read", 20, "'20%'"),
@@ -470,14 +470,29 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
         ("h2o", {"merge": "value"}, "h2o_merge='value'.*on CUDA.*'none'"),
         ("d2o", {}, "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
         ("cake", {}, "h2o_score='cake'.*on CUDA.*mean, sum"),
-        ("h2o", {"prefill_chunk": 512}, "h2o_prefill_chunk=512.*on CUDA.*use 0"),
-        ("h2o", {"keep": "end"}, "h2o_keep='end'.*on CUDA.*use 'none'"),
     ],
 )
 def test_an_option_without_a_kernel_is_refused(preset, options, complaint):
     config = replace(PRESETS[preset], **options)
     with pytest.raises(ValueError, match=complaint):
         check_kernels(config, triton, "CUDA")
+    check_kernels(config, cpu, "CPU")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"prefill_chunk": 512}, "h2o_prefill_chunk=512.*on CUDA.*use 0"),
+        ({"keep": "end"}, "h2o_keep='end'.*on CUDA.*use 'none'"),
+        ({"resident_dtype": "int8"}, "h2o_resident_dtype='int8'.*on CUDA.*'model'"),
+    ],
+)
+def test_kernels_of_another_package_say_what_they_have(options, complaint):
+    theirs = SimpleNamespace(**vars(triton) | {"CAPABILITIES": frozenset()})
+    config = replace(PRESETS["h2o"], **options)
+    with pytest.raises(ValueError, match=complaint):
+        check_kernels(config, theirs, "CUDA")
+    check_kernels(config, triton, "CUDA")
     check_kernels(config, cpu, "CPU")
 
 

@@ -186,7 +186,7 @@ def test_any_name_of_a_wish_is_named_in_a_short_message():
             {"h2o_continue": True},
             ["h2o_continue", "True", "--h2o-keep end", "leave it out"],
         ),
-        ("h2o", {"h2o_keep": "prompt"}, ["h2o_keep", "'prompt'", "'end' or 'none'"]),
+        ("h2o", {"h2o_keep": "all"}, ["h2o_keep", "'all'", "'prompt' or 'none'"]),
         ("h2o", {"h2o_continue": "often"}, ["h2o_continue", "true or false"]),
         (
             "h2o",

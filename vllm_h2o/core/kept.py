@@ -1,4 +1,4 @@
-"""What requests held when they ended, for later ones to go on from.
+"""What requests held when they, or their prompts, ended, for others to go on from.
 
 The blocks are free and have hashes, as those of vLLM's prefix cache: what has been free
 the longest is given away first, and the hash is taken off a block that is given away.
@@ -69,7 +69,7 @@ def is_known_by_tokens(request: Request) -> bool:
 
 
 class KeptRequests:
-    """Residents of requests that have ended, by the tokens that these had.
+    """Residents of requests, by the tokens that these had.
 
     Whole blocks of tokens are known by vLLM's hash of them and of all before, in which
     an adapter and a salt count; the tokens behind them by themselves.
@@ -87,7 +87,7 @@ class KeptRequests:
         self._count, self._most = 0, _FEWEST
 
     def keep(self, request: Request, residents: Residents) -> None:
-        """Keep what a request held, whose blocks are about to be freed.
+        """Keep what a request holds, or a copy, in blocks that are about to be freed.
 
         Args:
             request: The request; the tokens that it has computed are known.

@@ -21,7 +21,6 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 
 from vllm_h2o.core.kept import Residents
 from vllm_h2o.policy.chunks import ChunkSpan, chunk_at, chunk_tokens
-from vllm_h2o.policy.config import END
 from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import first_observer, place_of
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
@@ -160,7 +159,7 @@ class H2OManager(FullAttentionManager):
             self._reading[request_id] = _Reading(chunk, window)
             self._readers.add(request_id)
             first_query = first_observer(self.policy, chunk, window)
-        elif most_tokens > max(budget, prefill_end + (options.keep != END)):
+        elif most_tokens > max(budget, prefill_end + (not options.asks_to_be_kept)):
             first_query = first_observer(self.policy, prefill_end, window)
         self._prefill_end[request_id] = prefill_end
         self._first_query[request_id] = first_query
@@ -212,6 +211,23 @@ class H2OManager(FullAttentionManager):
             scored_from = first_observer(self.policy, end, reading.window)
         blocks = self.req_to_blocks[request_id][self.dense_columns :]
         return Residents(blocks, num_tokens, climb, scored_from)
+
+    def copy_of(self, held: Residents) -> Residents | None:
+        """A copy of what a request holds, in blocks that the caller frees; nothing
+        where too few are free.
+
+        The step that is scheduled makes it, before anything is written.
+        """
+        climb, pool, budget = held.climb, self.block_pool, held.climb.budget
+        if climb.grown_at == held.num_tokens:  # What it grows by is empty until then.
+            budget = climb.grown_from
+        blocks = held.blocks[: budget // self._block_slots]
+        if len(blocks) > pool.get_num_free_blocks():
+            return None
+        copy = pool.get_new_blocks(len(blocks))
+        pairs = zip(blocks, copy, strict=True)
+        self._copies.extend((old.block_id, new.block_id) for old, new in pairs)
+        return held._replace(blocks=copy)
 
     def tokens_continued(self, request_id: str) -> int:
         """Tokens that the request has not read, as another had."""

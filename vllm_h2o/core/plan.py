@@ -92,7 +92,7 @@ class ResidencyPlan:
         kept: Requests, or turns of sessions, that have ended since the last step, and
             that others may go on from.
         copies: Blocks to be copied before the step, from and to: what a request goes
-            on from.
+            on from, or what stays of one whose prompt has been read.
     """
 
     request_ids: list[str] = field(default_factory=list)

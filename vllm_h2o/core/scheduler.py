@@ -22,7 +22,7 @@ from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.policy.chunks import chunk_tokens
-from vllm_h2o.policy.config import END, INT8, NONE
+from vllm_h2o.policy.config import INT8, NONE, PROMPT
 from vllm_h2o.policy.ladder import Climb
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.presets import FULL
@@ -87,17 +87,17 @@ class H2OScheduler(AsyncScheduler):
             )
 
     def _kept_requests(self) -> KeptRequests | None:
-        """Where requests are kept that have ended; None: they are not.
+        """Where what requests have held is kept; None: it is not.
 
         Raises:
             ValueError: Layers have caches of several kinds.
         """
-        if not self._spec.h2o.keeps:
+        if not (config := self._spec.h2o).keeps:
             return None
         if len(self._groups) > 1:
             raise ValueError(
-                f"h2o_keep={END!r} (--h2o-keep) needs a model all of whose layers "
-                f"have full attention alike: use {NONE!r}"
+                f"h2o_keep={config.keep!r} (--h2o-keep) needs a model all of whose "
+                f"layers have full attention alike: use {NONE!r}"
             )
         return KeptRequests(self.hash_block_size)
 
@@ -225,14 +225,40 @@ class H2OScheduler(AsyncScheduler):
         if computed > request.num_tokens or request.request_id in self._ran_on:
             return
         failed = request.status == RequestStatus.FINISHED_ERROR
-        if failed or not self._options_of(request, 0).keeps(self._spec.h2o):
+        what = self._options_of(request, 0).kept(self._spec.h2o)
+        manager, name = self.h2o_managers[0], request.request_id
+        if failed or what == NONE or not manager.is_resident(name):
             return
-        manager = self.h2o_managers[0]
-        residents = manager.residents(request.request_id, computed)
+        if what == PROMPT and computed > manager.prefill_end(name):
+            return  # a copy of that is kept already
+        residents = manager.residents(name, computed)
         if residents is not None:
             kept.keep(request, residents)
             self.h2o_stats.kept_requests += 1
-            self._just_kept.append(request.request_id)
+            self._just_kept.append(name)
+
+    def _keep_prompts(self, plan: ResidencyPlan) -> None:
+        """Keep what requests hold whose prompts have been read by the last step."""
+        kept, manager = self._kept, self.h2o_managers[0]
+        if kept is None:
+            return
+        read, copies = plan.num_computed_tokens == plan.prefill_ends, []
+        for i in np.flatnonzero(read & ~plan.stay_dense).tolist():
+            request, end = self.requests[plan.request_ids[i]], int(plan.prefill_ends[i])
+            what = self._options_of(request, 0).kept(self._spec.h2o)
+            held = manager.residents(request.request_id, end)
+            if what != PROMPT or held is None or not is_known_by_tokens(request):
+                continue
+            known = kept.longest(request, end, held.climb)
+            if known is not None and known.num_tokens == end:
+                continue  # another sample of the same prompt
+            if (copy := manager.copy_of(held)) is not None:
+                kept.keep(request, copy)
+                copies.append(copy)
+        # From now on they may be given away, but not to each other.
+        for copy in copies:
+            manager.block_pool.free_blocks(reversed(copy.blocks))
+        self.h2o_stats.kept_requests += len(copies)
 
     def _mamba_block_aligned_split(
         self,
@@ -340,6 +366,11 @@ class H2OScheduler(AsyncScheduler):
         """Schedule a step and hang its plan on the output."""
         output = super().schedule(throttle_prefills)
         plan = self._plan(output)
+        if plan.copies and output.new_block_ids_to_zero:
+            # Of a request that this step has preempted they may be new, and are taken.
+            targets = {target for _, target in plan.copies}
+            to_zero = [x for x in output.new_block_ids_to_zero if x not in targets]
+            output.new_block_ids_to_zero = to_zero
         self.h2o_stats.count_step(plan, self.h2o_managers, self._layout, output)
         plan.stats = self.h2o_stats.as_dict()
         setattr(output, PLAN_ATTRIBUTE, plan)
@@ -365,6 +396,7 @@ class H2OScheduler(AsyncScheduler):
         # schedule() has already advanced num_computed_tokens past this step.
         plan.counts[0] -= plan.num_scheduled_tokens
         manager.put_chunks(plan, request_ids)
+        self._keep_prompts(plan)
         plan.copies = manager.take_copies()
         plan.kept, self._just_kept = self._just_kept, []
         return plan

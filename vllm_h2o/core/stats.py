@@ -28,8 +28,7 @@ class H2OStats:
         blocks_in_use: Blocks of the pool held by requests, at the last step.
         peak_blocks_in_use: The highest of these.
         preemptions: Requests preempted.
-        kept_requests: Requests, or turns of sessions, of which what they held at their
-            end was kept.
+        kept_requests: Requests, or turns of sessions, of which something was kept.
         continued_tokens: Tokens not read, by requests that went on from that (again
             after a preemption).
     """

@@ -46,7 +46,7 @@ COUNTERS = {
     "transitions": "Prompts compressed, or chunks of them; again after a preemption.",
     "evicted_tokens": "Tokens no longer held, per layer and KV head.",
     "freed_dense_blocks": "Dense blocks that compressed prompts gave back.",
-    "kept_requests": "Requests of which what they held at their end was kept.",
+    "kept_requests": "Requests, or turns of sessions, of which something was kept.",
     "continued_tokens": "Tokens not read, by requests that went on from that.",
 }
 GAUGES = {

@@ -32,8 +32,8 @@ ATTENTION, GATE = "attention", "gate"
 MODEL, INT8 = "model", "int8"
 _PROMPT_SCORES = (AUTO, ATTENTION, GATE)
 _RESIDENT_DTYPES = (MODEL, INT8)
-NONE, END = "none", "end"
-KEEPS = (NONE, END)
+NONE, END, PROMPT = "none", "end", "prompt"
+KEEPS = (NONE, END, PROMPT)
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class H2OConfig:
     keep: str = option(
         NONE,
         "What stays of a compressed request, until its blocks are needed: nothing, or "
-        "what it holds at its end, so that a request that asks for it (h2o_continue) "
-        "and begins with the same tokens goes on from there.",
+        "what it holds at its end, or when its prompt has been read, so that a request "
+        "that asks for it (h2o_continue) and begins with these tokens goes on there.",
         choices=KEEPS,
     )
     recent_ratio: float = option(
@@ -245,7 +245,9 @@ class H2OConfig:
                 f"{why}, or 0"
             )
         if self.keeps and (why := self._why_not_kept()):
-            raise ValueError(f"h2o_keep={END!r} (--h2o-keep) needs {why}, or {NONE!r}")
+            raise ValueError(
+                f"h2o_keep={self.keep!r} (--h2o-keep) needs {why}, or {NONE!r}"
+            )
         if self.recent_ratio == 1.0 and self.eviction_unit == "block":
             raise ValueError(
                 "h2o_eviction_unit='block' needs a heavy set, but "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from vllm_h2o.policy.config import ATTENTION, END, KEEPS, NONE, H2OConfig
+from vllm_h2o.policy.config import ATTENTION, END, KEEPS, NONE, PROMPT, H2OConfig
 from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import (
@@ -144,10 +144,16 @@ class RequestOptions:
         asked = self.prefill_chunk
         return config.prefill_chunk if asked is None else asked
 
-    def keeps(self, config: H2OConfig) -> bool:
-        """Whether something of it stays when it has ended."""
-        keep = config.keep if self.keep is None else self.keep
-        return keep != NONE and not self.is_full
+    def kept(self, config: H2OConfig) -> str:
+        """What stays of it, see `H2OConfig.keep`."""
+        if self.is_full:
+            return NONE
+        return config.keep if self.keep is None else self.keep
+
+    @property
+    def asks_to_be_kept(self) -> bool:
+        """Whether it does so itself, even if it ends with its first token."""
+        return self.keep in (END, PROMPT)
 
     @classmethod
     def parse(
@@ -289,7 +295,7 @@ class RequestOptions:
         if self.keep is None:
             return None
         if self.keep not in KEEPS:
-            raise _bad("keep", self.keep, f"use {END!r} or {NONE!r}")
+            raise _bad("keep", self.keep, f"use {END!r}, {PROMPT!r} or {NONE!r}")
         self._check_keeps("keep", self.keep, config)
         return self.keep
 
@@ -304,7 +310,9 @@ class RequestOptions:
         if self.is_full:
             why = f"{KEY}_policy={FULL!r} keeps all tokens in vLLM's prefix cache"
         elif not config.keeps:
-            why = f"it needs an engine that was started with --h2o-keep {END}"
+            why = (
+                f"it needs an engine that was started with --h2o-keep {END} or {PROMPT}"
+            )
         if why:
             raise _bad(option, value, f"it has no effect, as {why}: leave it out")
 
