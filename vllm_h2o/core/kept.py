@@ -128,6 +128,16 @@ class KeptRequests:
                 return max(suiting, key=lambda mine: mine.num_tokens)
         return None
 
+    def same(self, request: Request, num_tokens: int, climb: Climb) -> Residents | None:
+        """What is kept of just so many tokens, for whom this budget suits."""
+        whole = num_tokens // self._size * self._size
+        for entry in self._entries.get(self._key(request, whole), ()):
+            mine = entry.residents
+            alike = mine.num_tokens == num_tokens and mine.climb.suits(climb)
+            if alike and entry.ends_as(request, whole) and entry.is_whole:
+                return mine
+        return None
+
     def _key(self, request: Request, whole: int) -> BlockHash:
         return request.block_hashes[whole // self._size - 1]
 

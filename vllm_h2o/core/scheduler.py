@@ -242,23 +242,26 @@ class H2OScheduler(AsyncScheduler):
         kept, manager = self._kept, self.h2o_managers[0]
         if kept is None:
             return
-        read, copies = plan.num_computed_tokens == plan.prefill_ends, []
+        pool, ours = manager.block_pool, []
+        read = plan.num_computed_tokens == plan.prefill_ends
         for i in np.flatnonzero(read & ~plan.stay_dense).tolist():
             request, end = self.requests[plan.request_ids[i]], int(plan.prefill_ends[i])
             what = self._options_of(request, 0).kept(self._spec.h2o)
-            held = manager.residents(request.request_id, end)
-            if what != PROMPT or held is None or not is_known_by_tokens(request):
+            if what != PROMPT or not is_known_by_tokens(request):
                 continue
-            known = kept.longest(request, end, held.climb)
-            if known is not None and known.num_tokens == end:
-                continue  # another sample of the same prompt
-            if (copy := manager.copy_of(held)) is not None:
+            held = manager.residents(request.request_id, end)
+            if held is None:
+                continue
+            if known := kept.same(request, end, held.climb):
+                pool.touch(known.blocks)  # another sample, or the same prompt once more
+                ours.append(known)
+            elif copy := manager.copy_of(held):
                 kept.keep(request, copy)
-                copies.append(copy)
+                ours.append(copy)
+                self.h2o_stats.kept_requests += 1
         # From now on they may be given away, but not to each other.
-        for copy in copies:
-            manager.block_pool.free_blocks(reversed(copy.blocks))
-        self.h2o_stats.kept_requests += len(copies)
+        for residents in ours:
+            pool.free_blocks(reversed(residents.blocks))
 
     def _mamba_block_aligned_split(
         self,

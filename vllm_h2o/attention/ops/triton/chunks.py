@@ -70,81 +70,85 @@ class StagedHeads(chunks.HeldHeads):
         """Copy it; what is put stays here until `write`."""
         self._pages, self._chunk, self._params = pages, chunk, params
         num_kv_heads = pages.keys.shape[1]
-        self._most = params.largest_of(chunk.placement, num_kv_heads)
-        self._held = self._empty()
-        self._run(self._held, None)
-        self._put, shape = self._empty(), (num_kv_heads, self._most)
-        self._slots = torch.full(shape, -1, dtype=torch.int32, device=pages.keys.device)
+        self._shape = num_kv_heads, params.largest_of(chunk.placement, num_kv_heads)
+        staged = self._empty()
+        self._run(staged, None)
+        self.held = _parts(staged)
         self.heads = [
-            chunks.HeldHead(pages, chunk, head, params, self._of(head))
+            chunks.HeldHead(pages, chunk, head, params, StagedHead(self, head))
             for head in range(num_kv_heads)
         ]
 
     def write(self) -> None:
         """See the base class."""
-        self._run(self._put, self._slots)
+        self._run(self._put, self.slots)
 
-    def _of(self, head: int) -> StagedHead:
-        held, put = (
-            {name: part[head] for name, part in parts.items()}
-            for parts in (self._parts(self._held), self._parts(self._put))
-        )
-        return StagedHead(held, put, self._slots[head])
+    @functools.cached_property
+    def put(self) -> dict[str, torch.Tensor]:
+        """`[num_kv_heads, most, ..]` parts of what is to be written, by head the first
+        rows; reading asks for none."""
+        return _parts(self._put)
+
+    @functools.cached_property
+    def slots(self) -> torch.Tensor:
+        """`[num_kv_heads, most]` int32 where it is to be written, -1: nowhere."""
+        device = self._pages.keys.device
+        return torch.full(self._shape, -1, dtype=torch.int32, device=device)
+
+    @functools.cached_property
+    def _put(self) -> dict[str, torch.Tensor]:
+        return self._empty()
 
     def _empty(self) -> dict[str, torch.Tensor]:
-        pages, (num_kv_heads, head_size) = self._pages, self._pages.keys.shape[1:3]
-        shape = num_kv_heads, self._most
+        pages, head_size = self._pages, self._pages.keys.shape[2]
         return {
-            "staged": pages.keys.new_empty(*shape, 2 * head_size),
-            "staged_attention": pages.attention.new_empty(shape),
-            "staged_births": pages.births.new_empty(shape),
-            "staged_scales": pages.attention.new_empty(*shape, NUM_SCALES),
+            "staged": pages.keys.new_empty(*self._shape, 2 * head_size),
+            "staged_attention": pages.attention.new_empty(self._shape),
+            "staged_births": pages.births.new_empty(self._shape),
+            "staged_scales": pages.attention.new_empty(*self._shape, NUM_SCALES),
         }
-
-    def _parts(self, staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        keys, values = staged["staged"].chunk(2, dim=-1)
-        key_scales, value_scales = staged["staged_scales"].unbind(dim=-1)
-        return {
-            "keys": keys, "values": values,
-            "key_scales": key_scales, "value_scales": value_scales,
-            "attention": staged["staged_attention"], "births": staged["staged_births"],
-        }  # fmt: skip
 
     def _run(self, staged: dict[str, torch.Tensor], slots: torch.Tensor | None) -> None:
         pages, chunk, layout = self._pages, self._chunk, self._params.layout
-        num_kv_heads, head_size = pages.keys.shape[1:3]
+        (num_kv_heads, most), head_size = self._shape, pages.keys.shape[2]
         tile = copied_tokens(head_size)
         assert chunk.resident.is_contiguous()
-        held_kernel[(triton.cdiv(self._most, tile), num_kv_heads)](
+        held_kernel[(triton.cdiv(most, tile), num_kv_heads)](
             **page_arguments(pages), **table_arguments(self._params), **staged,
             slots=slots, blocks=chunk.resident, placement=chunk.placement,
-            num_tokens=chunk.start, grown_at=chunk.grown_at, most=self._most,
+            num_tokens=chunk.start, grown_at=chunk.grown_at, most=most,
             BACK=slots is not None, HEAD_SIZE=head_size, BLOCK_SIZE=layout.block_size,
             HEAVY=layout.heavy_slots, BUDGET=layout.budget,
             BLOCK_S=tile, BLOCK_D=triton.next_power_of_2(head_size), num_warps=4,
         )  # fmt: skip
 
 
-class StagedHead:
-    """See `chunks.Content`; what is put are the first rows of what is to be written."""
+def _parts(staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Views of what a kernel copies, named as pages name them."""
+    keys, values = staged["staged"].chunk(2, dim=-1)
+    key_scales, value_scales = staged["staged_scales"].unbind(dim=-1)
+    return {
+        "keys": keys, "values": values,
+        "key_scales": key_scales, "value_scales": value_scales,
+        "attention": staged["staged_attention"], "births": staged["staged_births"],
+    }  # fmt: skip
 
-    def __init__(
-        self,
-        held: dict[str, torch.Tensor],
-        put: dict[str, torch.Tensor],
-        slots: torch.Tensor,
-    ) -> None:
-        """Read parts `[most, ...]` of what is held, and write those and their slots."""
-        self._held, self._put, self._slots = held, put, slots
+
+class StagedHead:
+    """See `chunks.Content`; of one KV head of `StagedHeads`."""
+
+    def __init__(self, heads: StagedHeads, head: int) -> None:
+        """Read and write through the copies of all heads."""
+        self._heads, self._head = heads, head
 
     def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
         """See `chunks.HeldHead.get`."""
-        return self._held[what][slots]
+        return self._heads.held[what][self._head, slots]
 
     def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
         """See `chunks.HeldHead.put`; all parts of a head to the same slots."""
-        self._put[what][: len(slots)] = content
-        self._slots[: len(slots)] = slots
+        self._heads.put[what][self._head, : len(slots)] = content
+        self._heads.slots[self._head, : len(slots)] = slots
 
 
 read_on = functools.partial(chunks.read_on, hold=StagedHeads)
