@@ -174,6 +174,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="cells whose text has one of these")
     args = parser.parse_args(argv)
     args.model = args.model or str(ensure_model())
+    if args.recent and (not _loss_only(args) or args.prompt_only or args.chunks):
+        parser.error("--recent goes with --texts, --context or --max-model-len alone")
     if args.budgets and not _loss_only(args):
         parser.error("--budgets needs --texts, --context or --max-model-len")
     apart = _loss_only(args) or args.ruler or args.prompt_only or args.chunks
@@ -281,8 +283,10 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
             yield from _chunked(args.chunks, fraction, work)
             continue
         if args.recent:
-            ratios = [{"recent_ratio": ratio} for ratio in args.recent]
-            variants = [(f"h2o {ratio}", "h2o", ratio) for ratio in ratios]
+            variants: list[Variant] = [
+                (f"h2o recent_ratio={ratio:g}", "h2o", {"recent_ratio": ratio})
+                for ratio in args.recent
+            ]
             yield from _ours(variants, fraction, work)
             continue
         share: Variant = ("h2o share", "h2o", {"budget": f"{100 * fraction:g}%"})

@@ -152,7 +152,8 @@ class RequestOptions:
 
     @property
     def asks_to_be_kept(self) -> bool:
-        """Whether it does so itself, even if it ends with its first token."""
+        """Whether the request itself says that something of it stays: then it is
+        compressed even if it ends with its first token."""
         return self.keep in (END, PROMPT)
 
     @classmethod

@@ -37,7 +37,7 @@ def read_on(
     *,
     hold: Hold | None = None,
 ) -> None:
-    """See `Kernels.read_on`; `hold` is the kernels'."""
+    """See `Kernels.read_on`; `hold` finds what heads hold, None: page by page."""
     heads = (hold or HeldHeads)(pages, chunk, params).heads
     most_held = max(held.count for held in heads)
     end = first_position + len(query)
@@ -76,7 +76,7 @@ def compress_chunk(
     *,
     hold: Hold | None = None,
 ) -> None:
-    """See `Kernels.compress_chunk`; `hold` is the kernels'."""
+    """See `Kernels.compress_chunk`; `hold` as of `read_on`."""
     for layer in layers:
         params, device = layer.params, layer.pages.keys.device
         fresh = torch.arange(chunk.start, chunk.end, device=device)

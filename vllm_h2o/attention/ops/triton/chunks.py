@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import Chunk, DecodeParams, chunks
-from vllm_h2o.attention.ops.triton.growth import copy_slots
+from vllm_h2o.attention.ops.triton.growth import VARYING, copy_slots, staged_slots
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
     page_arguments,
@@ -17,13 +17,9 @@ from vllm_h2o.attention.ops.triton.launch import (
 )
 from vllm_h2o.attention.ops.triton.slots import place_after, sizes_of
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.policy.quantization import NUM_SCALES
-
-# Differ from request to request or by layer: one compilation must serve them all.
-_VARYING = ["placement", "num_tokens", "grown_at", "most"]
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["blocks"])
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["blocks"])
 def held_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, staged, staged_attention, staged_births, staged_scales,
@@ -71,7 +67,7 @@ class StagedHeads(chunks.HeldHeads):
         self._pages, self._chunk, self._params = pages, chunk, params
         num_kv_heads = pages.keys.shape[1]
         self._shape = num_kv_heads, params.largest_of(chunk.placement, num_kv_heads)
-        staged = self._empty()
+        staged = staged_slots(pages, self._shape)
         self._run(staged, None)
         self.held = _parts(staged)
         self.heads = [
@@ -97,16 +93,7 @@ class StagedHeads(chunks.HeldHeads):
 
     @functools.cached_property
     def _put(self) -> dict[str, torch.Tensor]:
-        return self._empty()
-
-    def _empty(self) -> dict[str, torch.Tensor]:
-        pages, head_size = self._pages, self._pages.keys.shape[2]
-        return {
-            "staged": pages.keys.new_empty(*self._shape, 2 * head_size),
-            "staged_attention": pages.attention.new_empty(self._shape),
-            "staged_births": pages.births.new_empty(self._shape),
-            "staged_scales": pages.attention.new_empty(*self._shape, NUM_SCALES),
-        }
+        return staged_slots(self._pages, self._shape)
 
     def _run(self, staged: dict[str, torch.Tensor], slots: torch.Tensor | None) -> None:
         pages, chunk, layout = self._pages, self._chunk, self._params.layout

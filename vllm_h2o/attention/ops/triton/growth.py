@@ -21,13 +21,14 @@ from vllm_h2o.attention.ops.triton.slots import (
     sizes_of,
     slot_of,
 )
+from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.quantization import NUM_SCALES
 
 # Differ from request to request or by layer: one compilation must serve them all.
-_VARYING = ["placement", "num_tokens", "grown_at", "most"]
+VARYING = ["placement", "num_tokens", "grown_at", "most"]
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["blocks"])
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["blocks"])
 def ring_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, staged, staged_attention, staged_births, staged_scales,
@@ -120,6 +121,16 @@ def copy_scales(staged, in_pages, exists, BACK: tl.constexpr):
         tl.store(staged, tl.load(in_pages, mask=exists), mask=exists)
 
 
+def staged_slots(pages: Pages, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Room for what `copy_slots` copies, of so many slots of each KV head."""
+    return {
+        "staged": pages.keys.new_empty(*shape, 2 * pages.keys.shape[2]),
+        "staged_attention": pages.attention.new_empty(shape),
+        "staged_births": pages.births.new_empty(shape),
+        "staged_scales": pages.attention.new_empty(*shape, NUM_SCALES),
+    }
+
+
 def order_rings(
     layers: Sequence[ScoredLayer],
     blocks: torch.Tensor,
@@ -137,10 +148,7 @@ def order_rings(
         state = (num_kv_heads, most)
         shared = {
             **page_arguments(pages),
-            "staged": pages.keys.new_empty(*state, 2 * head_size),
-            "staged_attention": pages.attention.new_empty(state),
-            "staged_births": pages.births.new_empty(state),
-            "staged_scales": pages.attention.new_empty(*state, NUM_SCALES),
+            **staged_slots(pages, state),
             **table_arguments(params), "blocks": blocks, "placement": placement,
             "num_tokens": num_tokens, "grown_at": grown_at, "most": most,
             "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
