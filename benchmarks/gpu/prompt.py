@@ -20,9 +20,10 @@ from vllm_h2o.attention.ops.triton import copy_kept, observe, score_by_gate, sel
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.gate import Rotation, num_features
+from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
+from vllm_h2o.policy.rotation import Rotation
 
 SCORING_AND_TRANSITION = "scores, selection and copy"
 """The part that the transition's target is about."""

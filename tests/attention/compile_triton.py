@@ -38,10 +38,11 @@ from vllm_h2o.attention.ops.triton.chunks import StagedHeads
 from vllm_h2o.attention.ops.triton.launch import Tuning
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.gate import Rotation, num_features
+from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
 from vllm_h2o.policy.placement import Placement, lend
+from vllm_h2o.policy.rotation import Rotation
 
 
 class NoDevice:

@@ -35,7 +35,7 @@ def test_a_package_brings_kernels_by_its_entry_point(tmp_path, monkeypatch):
         ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
         (
             "from vllm_h2o.attention.ops.reference import FORMS, observe, start",
-            "lacks CAPABILITIES, attend_observed, compress_chunk, decode_resident, ord",
+            "lacks CAPABILITIES, attend_observed, compress_chunk, decode_resident, mov",
         ),
     ],
 )

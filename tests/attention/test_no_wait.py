@@ -21,6 +21,7 @@ from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.cuda_backend import H2OTritonAttentionImpl
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
+from vllm_h2o.attention.ops import ScoredLayer, triton
 from vllm_h2o.attention.ops.triton import decode
 from vllm_h2o.attention.placements import (
     BY_HEAD,
@@ -31,11 +32,12 @@ from vllm_h2o.attention.placements import (
 from vllm_h2o.attention.reading_on import read_on
 from vllm_h2o.attention.transition import observe_prompt
 from vllm_h2o.core.plan import RowPlan
-from vllm_h2o.policy.gate import Rotation
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Sum
 from vllm_h2o.policy.placement import Placement, layouts_of, lend_by_budget
+from vllm_h2o.policy.reach import MovingKeys, Reach
+from vllm_h2o.policy.rotation import Rotation
 
 DECODE = ["attend_kernel", "combine_kernel"]
 TRANSITION = ["image_kernel", "select_kernel", "gather_kernel", "scatter_kernel"]
@@ -233,7 +235,9 @@ def test_reading_on(engine, layers, launched):
     (row,) = metadata.reading
     weights = torch.empty(3, 2 * 64 + 4, device=DEVICE)
     gate = LayerGate(weights, Rotation(torch.empty(1024, 64, device=DEVICE)), 3)
-    own = {"gate": gate, "method": Sum(0.9)}
+    frequencies = torch.empty(32, dtype=torch.float64, device=DEVICE)
+    moving = MovingKeys(Reach(limit=40, step=20, chunk=20), frequencies, True)
+    own = {"gate": gate, "method": Sum(0.9), "moving": moving}
     params = [replace(layer.impl._params, **own) for layer in layers]
     for own in params:
         own.device_tables  # noqa: B018  What never changes goes to the device now.
@@ -245,8 +249,14 @@ def test_reading_on(engine, layers, launched):
                 query, layer.impl._dense, layer.impl._pages, row, layer.layer_name,
                 config, own, torch.empty_like(query),
             )  # fmt: skip
-    # Out of the slots for the queries, once more at the chunk's end, and into them.
-    assert launched == ["held_kernel"] * 3 * len(layers) and not row.layers
+        moved = [
+            ScoredLayer(x.impl._pages, {}, y)
+            for x, y in zip(layers, params, strict=True)
+        ]
+        triton.move_keys(moved, replace(row.chunk, end=row.chunk.start))
+    # Out of the slots for the queries, once more at the chunk's end, and into them;
+    # out and in for keys that move.
+    assert launched == ["held_kernel"] * 5 * len(layers) and not row.layers
 
 
 @pytest.mark.parametrize(

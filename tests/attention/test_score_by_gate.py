@@ -14,7 +14,8 @@ from tests.attention.test_decode import (
 )
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import ScoredLayer, cpu, reference, triton
-from vllm_h2o.policy.gate import Rotation, num_features
+from vllm_h2o.policy.gate import num_features
+from vllm_h2o.policy.rotation import Rotation
 
 HEADS, GROUP = 2, 3
 PROMPT = torch.tensor([1, 20, 5, 14, 2, 9, 22, 17, 4, 12], dtype=torch.int32)

@@ -11,6 +11,7 @@ from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.ops import Chunk, ScoredLayer, reference, triton
 from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.policy.methods import Sum
+from vllm_h2o.policy.reach import MovingKeys, Reach
 
 SIZE, HEAD_SIZE, GROUP = 16, 64, 3
 STEPS = 100, 120, 150
@@ -46,15 +47,58 @@ def read_on(kernels, device, layer, dtype, grown_at, **how):
     return torch.cat(outputs), [clone(pages, "cpu") for pages in own], layers
 
 
+def move_keys(kernels, device, layer, dtype, grown_at):
+    """All layers, before and after the keys of one have moved."""
+    layers, table = make_layers(dtype, HEAD_SIZE, SIZE, 1)
+    own = [clone(pages, device) for pages in layers]
+    params = replace(params_of(own, layer, SIZE), moving=moving(device))
+    blocks = table[0].to(device)
+    at = Chunk(100, 100, 100, 0, 0, blocks, blocks, BY_HEAD, grown_at)
+    kernels.move_keys([ScoredLayer(own[layer], {}, params)], at)
+    return layers, [clone(pages, "cpu") for pages in own]
+
+
+def moving(device):
+    frequencies = 0.7 ** torch.arange(HEAD_SIZE // 2).double()
+    return MovingKeys(Reach(limit=40, step=20, chunk=20), frequencies.to(device), True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("grown_at", [0, 100])
+def test_keys_move_as_in_the_reference(layer, dtype, grown_at):
+    """And nothing else does; in pages of other layers too."""
+    case = layer, dtype, grown_at
+    before, expected = move_keys(reference, "cpu", *case)
+    _, actual = move_keys(triton, DEVICE, *case)
+    moved = 0
+    for mine, theirs, old in zip(actual, expected, before, strict=True):
+        off = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(
+            mine.keys, theirs.keys, rtol=off, atol=off, equal_nan=True
+        )
+        moved += int((theirs.keys.nan_to_num() != old.keys.nan_to_num()).any(2).sum())
+        for part in ("values", "births", "attention"):
+            for pages in (mine, theirs):
+                same = getattr(pages, part), getattr(old, part)
+                torch.testing.assert_close(*same, rtol=0, atol=0, equal_nan=True)
+    assert moved > 10
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("grown_at", [0, 90, 100])
 def test_equals_reference(layer, dtype, grown_at):
     """In pages of other layers, of heads that are full, and whose budget has grown."""
     how = {"softcap": 5.0, "method": Sum(0.9)} if layer == 1 else {}
+    moves = layer == 2 and dtype != torch.int8
+    theirs, ours = (
+        how | ({"moving": moving(device)} if moves else {})
+        for device in ("cpu", DEVICE)
+    )
     case = layer, dtype, grown_at
-    expected, their_layers, _ = read_on(reference, "cpu", *case, **how)
-    actual, our_layers, before = read_on(triton, DEVICE, *case, **how)
+    expected, their_layers, _ = read_on(reference, "cpu", *case, **theirs)
+    actual, our_layers, before = read_on(triton, DEVICE, *case, **ours)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     parts = ["keys", "values", "births", "attention"]
     if dtype == torch.int8:

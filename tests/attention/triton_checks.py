@@ -20,10 +20,11 @@ from vllm_h2o.attention.ops.triton import (
     select,
 )
 from vllm_h2o.attention.placements import UNIFORM
-from vllm_h2o.policy.gate import Rotation, num_features
+from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.layout import SlotLayout, first_observer
 from vllm_h2o.policy.methods import Sum, fused_prompt_form_of
 from vllm_h2o.policy.presets import PRESETS
+from vllm_h2o.policy.rotation import Rotation
 
 WITH_KERNELS = [
     name

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from vllm_h2o.calibration.gate_fit import Examples, Lessons
-from vllm_h2o.policy.gate import Rotation, expected, features
+from vllm_h2o.policy.gate import expected, features
+from vllm_h2o.policy.rotation import Rotation
 
 
 def rotation(neox, dim=12, count=50):

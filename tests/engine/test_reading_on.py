@@ -1,6 +1,9 @@
 """Prompts that are read in chunks: an engine against the rules written down densely."""
 
+import functools
+
 import pytest
+import torch
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.smollm2 import ensure_model
@@ -16,7 +19,7 @@ from tests.engine.helpers import (
     scheduler,
 )
 from tests.engine.test_reference import own_sizes
-from tests.reference.dense_h2o import DenseLlama, Sizes, Variant, generate
+from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
 pytestmark = pytest.mark.engine
@@ -35,7 +38,44 @@ OPTIONS = {
     "enable_prefix_caching": True,
     "num_gpu_blocks_override": 15,
     "h2o_head_budgets": str(SMOLLM2_HEADS),
+    "h2o_positions": "cache",
+    "hf_overrides": {"max_position_embeddings": 480},
 }
+# Of 480 tokens that the model would have been trained for.
+STEP, LIMIT = 80, 240
+
+
+class MovingHead(Head):
+    """Keys that are too far back move up before each token at a multiple of `STEP`."""
+
+    def __init__(self, model, *args):
+        super().__init__(*args)
+        self.model, self.places = model, torch.arange(len(self.kept))
+
+    def stretched(self, capacity):
+        other = super().stretched(capacity)
+        other.places = torch.arange(capacity)
+        other.places[: len(self.places)] = self.places
+        return other
+
+    def read_on(self, attention):
+        super().read_on(attention)
+        end = attention.shape[2]
+        for position in range(end - attention.shape[1], end):
+            self.move(position)
+
+    def make_room(self, position):
+        self.move(position)
+        super().make_room(position)
+
+    def move(self, position):
+        if position % STEP == 0:
+            held = torch.arange(len(self.places)) < position
+            far = held & (position - self.places > LIMIT)
+            by = torch.full((int(far.sum()),), STEP)
+            keys = self.past_keys[far]
+            self.past_keys[far] = self.model.rope(keys[:, None], by)[:, 0]
+            self.places[far] += STEP
 
 
 def test_engine_equals_reference():
@@ -43,6 +83,7 @@ def test_engine_equals_reference():
     chunks, whose last is short, or whole; of one that is no longer than a chunk. In a
     pool that holds none of the longest prompts, and after a preemption."""
     model, prompts = DenseLlama(ensure_model()), prompts_of(393, 320, 140)
+    head_class = functools.partial(MovingHead, model)
     variant = Variant(48, 15, "mean", "token", sinks=0)
     blocks = allocate(
         HeadProfile.load(SMOLLM2_HEADS).stretched(512, BUDGET),
@@ -52,7 +93,7 @@ def test_engine_equals_reference():
     expected = [
         generate(
             model, prompt, NUM_TOKENS, [variant], COMMON, own,
-            chunk=CHUNK if len(prompt) > CHUNK else None,
+            chunk=CHUNK if len(prompt) > CHUNK else None, head_class=head_class,
         )[0]
         for prompt in prompts
     ]  # fmt: skip
@@ -64,6 +105,7 @@ def test_engine_equals_reference():
             assert_equal_densely(llm, prompts, expected)
         _assert_goes_on(llm, model, expected, prompts, (variant, COMMON, own))
         _assert_session_goes_on(llm, model, expected[0], prompts[0], (variant, own))
+        _assert_full_session_ends(llm, prompts[2])
         llm.collective_rpc("probe_watch")
         add(llm, "preempted", prompts[0], NUM_TOKENS)
         for _ in range(4):  # in its second chunk
@@ -112,6 +154,26 @@ def _assert_session_goes_on(llm, model, before, prompt, rules):
     core.step()
 
 
+def _assert_full_session_ends(llm, prompt):
+    """Its turns could be more together than what the model was trained for."""
+    core = llm.llm_engine.engine_core.engine_core
+    ends = []
+    for resumable in (True, False):
+        parameters = greedy(2, extra_args={"h2o": {"policy": "full"}})
+        parameters.update_from_generation_config({}, eos_token_id=2)
+        request = Request(
+            "full", [*prompt], parameters, None, resumable=resumable,
+            block_hasher=core.request_block_hasher,
+        )  # fmt: skip
+        core.scheduler.add_request(request)
+        while not request.is_finished():
+            core.step()
+        ends.append(request.status)
+    too_long, in_time = ends
+    assert too_long is RequestStatus.FINISHED_ERROR
+    assert in_time is RequestStatus.FINISHED_LENGTH_CAPPED
+
+
 def _assert_goes_on(llm, model, expected, prompts, rules):
     """The next turns of conversations go on from what the last ones have held: of one
     chunk, and of two; and of one of them once more, as another may want it too."""
@@ -129,7 +191,10 @@ def _assert_goes_on(llm, model, expected, prompts, rules):
         assert gone_on == len(prompts[which]) + NUM_TOKENS - 1
     # A turn with another answer than was given goes on from the end of the prompt.
     assert_equal_densely(llm, prompts[:1], expected[:1], [{"keep": "prompt"}])
-    before = generate(model, prompts[0], 1, [variant], common, own, chunk=CHUNK)[0]
+    before = generate(
+        model, prompts[0], 1, [variant], common, own, chunk=CHUNK,
+        head_class=functools.partial(MovingHead, model),
+    )[0]  # fmt: skip
     turn = prompts[0] + more[50:110]
     result = generate(
         model, turn, NUM_TOKENS, [variant], common, own, chunk=CHUNK, before=before

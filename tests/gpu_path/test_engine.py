@@ -83,10 +83,12 @@ def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     scoring, compressed, transitions = "observe", 2, 2  # the other two stay dense
     if prompt_score != "attention":
         policy = {"prompt_score": "gate", "prefill_chunk": 64, "keep": "end"} | policy
-        policy |= {"budget": 32}
+        policy |= {"budget": 32, "positions": "cache"}
         del policy["observation_window"], policy["pooling"]
         scoring, compressed, transitions = "score_by_gate", 3, 2 + 3 + 1
-        options = options | {"enable_prefix_caching": True}
+        # Keys move before the tokens 96, 120, 144 and 168, by 24.
+        trained = {"hf_overrides": {"max_position_embeddings": 160}}
+        options = options | {"enable_prefix_caching": True} | trained
     expected = run("cpu", policy, **options)
     actual = run(path, policy, **options)
     if "keep" in policy:
@@ -107,7 +109,7 @@ def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     # Compiled by now, on a GPU.
     used = ["decode_resident", scoring, "transition"]
     if "keep" in policy:
-        used += ["compress_chunk", "read_on"]
+        used += ["compress_chunk", "move_keys", "read_on"]
     assert actual["warmed_up"] == sorted(used)
     check_runner(actual, path)
     if path == "v1" and chunks:

@@ -16,8 +16,14 @@ from tests.models import SMOLLM2
 from vllm_h2o.attention import cpu_backend
 from vllm_h2o.attention.ops import cpu, triton
 from vllm_h2o.calibration.head_profiles import why_not_measured
-from vllm_h2o.core.settings import h2o_config, parse_settings, uses_profile_cache
+from vllm_h2o.core.settings import (
+    TRAINED_KEY,
+    h2o_config,
+    parse_settings,
+    uses_profile_cache,
+)
 from vllm_h2o.plugin.engine_args import extend, translate
+from vllm_h2o.plugin.long_texts import lengthened
 from vllm_h2o.plugin.requests import limits_of
 from vllm_h2o.plugin.validate import check_kernels, check_vllm_config
 from vllm_h2o.policy.config import H2OConfig
@@ -218,6 +224,15 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
             {"kv_policy": "h2o", "h2o_resident_dtype": "int8"}
             | {"h2o_eviction_unit": "block"},
             ["h2o_resident_dtype='int8'", "h2o_eviction_unit='token'", "'model'"],
+        ),
+        (
+            {"kv_policy": "streaming", "h2o_positions": "cache"},
+            ["h2o_positions='cache'", "--h2o-positions", "h2o_prefill_chunk=1024"],
+        ),
+        (
+            {"kv_policy": "h2o", "h2o_positions": "cache", "h2o_prefill_chunk": 512}
+            | {"h2o_resident_dtype": "int8"},
+            ["h2o_positions='cache'", "h2o_resident_dtype='model'", "or 'text'"],
         ),
         *(
             (
@@ -433,6 +448,85 @@ def test_what_does_not_go_on_is_not_kept(model_of):
     shape = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
     hybrid = model_of("Lfm2ForCausalLM", **shape) | {"h2o_keep": "end"}
     refused(hybrid, "--h2o-keep='end'", "a window or a state of their own: use 'none'")
+
+
+MOVING = {"h2o_positions": "cache", "h2o_prefill_chunk": 96, "max_model_len": 8192}
+
+
+def moving(options):
+    return EngineArgs(kv_policy="h2o", h2o_budget=96, dtype="float32", **options)
+
+
+def test_requests_may_be_longer_than_the_model_was_trained_for(model_of):
+    """Again of the same arguments, which stay as they are given."""
+    args = moving(model_of("LlamaForCausalLM", **LLAMA) | MOVING)
+    for _ in range(2):
+        config = args.create_engine_config()
+        assert config.model_config.max_model_len == 8192
+        assert config.model_config.hf_config.max_position_embeddings == 8192
+        assert h2o_config(config).trained_length == 1024
+        assert not args.hf_overrides and not args.additional_config
+
+
+def test_what_the_user_says_of_the_model_holds(model_of):
+    """So one may say that it is good for fewer tokens than its config has."""
+    own = {"max_position_embeddings": 640, "rope_theta": 777.0}
+    options = model_of("LlamaForCausalLM", **LLAMA) | MOVING | {"hf_overrides": own}
+    config = moving(options).create_engine_config()
+    assert h2o_config(config).trained_length == 640
+    assert config.model_config.hf_config.max_position_embeddings == 8192
+    assert config.model_config.hf_config.rope_theta == 777.0
+
+
+def test_the_language_models_length_is_what_counts(model_of):
+    """Beside what else is said of its config."""
+    vision = {"model_type": "clip_vision_model"}
+    shape = {"model_type": "llava", "text_config": LLAMA, "vision_config": vision}
+    options = model_of("LlavaForConditionalGeneration", **shape) | MOVING
+    args = moving(options | {"hf_overrides": {"text_config": {"rope_theta": 7.0}}})
+    translated = lengthened(args, translate(args)["additional_config"])
+    text = {"rope_theta": 7.0, "max_position_embeddings": 8192}
+    assert translated["hf_overrides"] == {"text_config": text}
+    assert translated["additional_config"][TRAINED_KEY] == 1024
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (
+            {"max_model_len": 1024},
+            ["max_model_len=1024", "1024 tokens: use a"],
+        ),
+        ({"max_model_len": None}, ["max_model_len=None", "of more, or 'text'"]),
+        ({"hf_overrides": lambda config: config}, ["--hf-overrides as a dictionary"]),
+        (
+            {"h2o_prefill_chunk": 480},
+            ["512 tokens", "twice the budget", "trained for 1024 may have 438"],
+        ),
+        ({"h2o_budget": "20%"}, ["3328 tokens", "trained for 1024 may have 438"]),
+    ],
+)
+def test_keys_that_can_not_move_are_refused(model_of, options, parts):
+    given = model_of("LlamaForCausalLM", **LLAMA) | MOVING | {"h2o_budget": 96}
+    args = EngineArgs(kv_policy="h2o", dtype="float32", **(given | options))
+    with pytest.raises(ValueError) as error:
+        args.create_engine_config()
+    for part in ("h2o_positions", "--h2o-positions", "'cache'", *parts):
+        assert part in str(error.value)
+
+
+def test_a_model_that_does_not_say_its_length_is_refused(model_of):
+    shape = {"model_type": "mpt", "rope_theta": 1e4}
+    args = moving(model_of("MptForCausalLM", **shape) | MOVING)
+    with pytest.raises(ValueError, match="'cache': this model's.*use 'text'"):
+        args.create_engine_config()
+
+
+def test_a_model_with_positions_of_its_own_is_refused(model_of):
+    """It has 1024, and no keys to rotate."""
+    args = moving(model_of("GPT2LMHeadModel", model_type="gpt2") | MOVING)
+    with pytest.raises(ValueError, match="'cache': the keys.*not rotated: use 'text'"):
+        args.create_engine_config()
 
 
 def test_kv_cache_of_another_dtype_is_refused(model_of):

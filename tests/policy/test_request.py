@@ -360,6 +360,27 @@ def test_on_a_device_requests_ask_for_shares():
             RequestOptions.parse({"h2o_budget": asked}, limits, 900)
 
 
+def test_what_a_model_was_trained_for_is_not_exceeded():
+    """By what is read at once, or by a request that keeps all of its tokens."""
+    config = replace(
+        PRESETS["h2o"], positions="cache", prefill_chunk=600, trained_length=2048
+    )
+    limits = limits_of(config)
+
+    def parse(options, most_tokens=3000):
+        return RequestOptions.parse({"h2o": options}, limits, most_tokens)
+
+    assert parse({"prefill_chunk": 608}).prefill_chunk == 608
+    full = parse({"policy": "full"})
+    full.check_length(config, 2048)
+    parse({}).check_length(config, 2049)
+    for chunk in (0, 609):
+        with pytest.raises(ValueError, match=rf"chunk.* {chunk}: use 1 to 608"):
+            parse({"prefill_chunk": chunk})
+    with pytest.raises(ValueError, match=r"'full'.*2048 tokens.*2049: use"):
+        full.check_length(config, 2049)
+
+
 @pytest.mark.parametrize("policy, fewest", [("h2o", 3), ("streaming", 2)])
 def test_a_budget_holds_the_sinks(policy, fewest):
     config = replace(PRESETS[policy], sinks=40)

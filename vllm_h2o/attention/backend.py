@@ -31,6 +31,8 @@ from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.geometry import BlockCut
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import share_of
+from vllm_h2o.policy.reach import MovingKeys
+from vllm_h2o.policy.rotation import Rotation
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend as _StockBackend
@@ -116,16 +118,20 @@ class H2OImpl(_StockImpl):
         self.h2o = config
         self.placements: LayerPlacements | None = None
         self.gate: LayerGate | None = None
+        self.rotation: Rotation | None = None
         self._bound: tuple[Any, ...] = ()
 
-    def resolve(self, config: H2OConfig, gate: LayerGate | None) -> None:
+    def resolve(
+        self, config: H2OConfig, gate: LayerGate | None, rotation: Rotation | None
+    ) -> None:
         """Take what the start has decided since the layer was made.
 
         Args:
             config: The policy; its `prompt_score` is not `auto` any more.
             gate: Of the layer, if prompts go by it.
+            rotation: Of its keys, if they move (`vllm_h2o.policy.reach`).
         """
-        self.h2o, self.gate = config, gate
+        self.h2o, self.gate, self.rotation = config, gate, rotation
 
     @property
     def pages(self) -> Pages:
@@ -273,6 +279,8 @@ class H2OImpl(_StockImpl):
             kernels.read_on(query, position, dense, pages, chunk, state, params, output)
             layer = ScoredLayer(pages, state, params, dense)
             kernels.compress_chunk([layer], chunk, self.h2o)
+            if params.moving is not None:
+                kernels.move_keys([layer], dataclasses.replace(chunk, end=position))
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
             key = query[:, :num_kv_heads]
@@ -308,6 +316,7 @@ class H2OImpl(_StockImpl):
             group=self.num_heads // self.num_kv_heads,
             gate=self.gate,
             kernels=ops.kernels_of(kv_cache.device),
+            moving=self._moving(spec, kv_cache.device),
         )
         self._dense_params = dataclasses.replace(
             self._params, layout=spec.dense_layout, placements=None
@@ -316,6 +325,13 @@ class H2OImpl(_StockImpl):
             # Copied to the device now: no later step, and no capture of one, may.
             _ = self._params.device_tables
         self._bound = bound
+
+    def _moving(
+        self, spec: H2OAttentionSpec, device: torch.device
+    ) -> MovingKeys | None:
+        if spec.reach is None or self.rotation is None:
+            return None
+        return MovingKeys.of(spec.reach, self.rotation, device)
 
     def _sink_logits(self, device: torch.device) -> torch.Tensor | None:
         """Of this rank's query heads; on CUDA the parameter itself, since a graph that

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.policy.gate import Rotation, expected, features
+from vllm_h2o.policy.gate import expected, features
+from vllm_h2o.policy.rotation import Rotation
 
 TOKENS_AT_ONCE = 1024
 """So that what is read of a long prompt takes little memory, and stays in caches."""

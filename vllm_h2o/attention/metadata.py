@@ -14,7 +14,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_h2o.attention.ops import ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops import Chunk, ResidentRows, ScoredLayer
 from vllm_h2o.attention.placements import ALIKE, Budget, GroupPlacements
 from vllm_h2o.attention.reading_on import ReadingRow, chunk_of
 from vllm_h2o.attention.row_placements import RowPlacements
@@ -166,6 +166,7 @@ class H2OMetadataBuilder(_Stock):
         if decodes.any():
             self._let_grow(common, rows)
             self._switch_to_head_budgets(common, rows)
+            self._move_keys(common, rows)
             self._add_decodes(metadata, common, rows, decodes)
         for watcher in self.step.watchers:
             watcher(self, common.block_table_tensor, rows)
@@ -343,6 +344,25 @@ class H2OMetadataBuilder(_Stock):
             kernels.transition(
                 layers, pages, pages, placement, row.first_query, self.spec.h2o
             )
+
+    def _move_keys(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
+        """Move up the keys of rows that get out of reach; in their own pages."""
+        if (reach := self.spec.reach) is None:
+            return
+        moves = rows.decodes & ~rows.stay_dense
+        moves &= reach.moves_at(rows.num_computed_tokens)
+        for i in np.flatnonzero(moves).tolist():
+            row, num_tokens = rows.row(i), int(rows.num_computed_tokens[i])
+            pages = self.resident_pages(common.block_table_tensor[i], row.budget)
+            layers = self._scored(self.layers, pages)
+            placement = self.placements.index(rows.request_ids[i], Budget.of(row), True)
+            nothing_new = Chunk(
+                num_tokens, num_tokens, num_tokens, 0, 0, pages, pages, placement,
+                row.grown_at,
+            )  # fmt: skip
+            kernels = layers[0].params.kernels
+            assert kernels is not None
+            kernels.move_keys(layers, nothing_new)
 
     def _scored(self, layers: Sequence[Any], pages: torch.Tensor) -> list[ScoredLayer]:
         """Layers with the state of a request whose resident pages these are."""

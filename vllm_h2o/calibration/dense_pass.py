@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_h2o.attention.backend import DenseMetadata
 from vllm_h2o.calibration.gate_fit import Examples, examples_of, paid_later
 from vllm_h2o.calibration.sensitivity import OBSERVED, STRIDE, head_errors
-from vllm_h2o.policy.gate import Rotation
+from vllm_h2o.policy.rotation import Rotation
 from vllm_h2o.policy.softmax import attention_of
 
 _FUSED_HEAD_SIZE = 256

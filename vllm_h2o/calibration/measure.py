@@ -38,9 +38,11 @@ from vllm_h2o.calibration.gate_fit import LEAST_EXPLAINED, Examples, Lessons
 from vllm_h2o.calibration.sensitivity import OBSERVED, grid_of
 from vllm_h2o.calibration.state_layers import states
 from vllm_h2o.calibration.texts import calibration_texts, digest
-from vllm_h2o.policy.gate import Rotation, num_features
+from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.options import shortened
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
+from vllm_h2o.policy.rotation import Rotation, has_rotation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -228,8 +230,7 @@ def rotations_of(model: LoadedModel) -> dict[str, Rotation | None]:
     (ids, *_) = seeded_texts(model.vllm_config.model_config, ANSWERED_TOKENS)
     model.read(dense_pass, ids)
     text = model.vllm_config.model_config.hf_text_config
-    has_rope = any(getattr(text, x, None) for x in ("rope_parameters", "rope_theta"))
-    if has_rope and not any(dense_pass.rotations.values()):
+    if has_rotation(text) and not any(dense_pass.rotations.values()):
         # Rotated by something else than vLLM's modules.
         return dict.fromkeys(dense_pass.rotations, Rotation(None))
     return dense_pass.rotations
@@ -256,6 +257,9 @@ def longest_step(vllm_config: VllmConfig) -> tuple[str, int]:
         "--max-model-len": vllm_config.model_config.max_model_len,
         "--max-num-batched-tokens": vllm_config.scheduler_config.max_num_batched_tokens,
     }
+    config = h2o_config(vllm_config)
+    if config is not None and config.moves_keys:
+        most["what the model was trained for"] = config.trained_length
     return min(most.items(), key=lambda item: item[1])
 
 

@@ -34,10 +34,19 @@ from vllm_h2o.calibration.measure import (
 )
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
-from vllm_h2o.policy.config import ATTENTION, AUTO, GATE, MEASURE, H2OConfig
+from vllm_h2o.policy.config import (
+    ATTENTION,
+    AUTO,
+    CACHE,
+    GATE,
+    MEASURE,
+    TEXT,
+    H2OConfig,
+)
 from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.profile import HeadProfile
 from vllm_h2o.policy.request import RequestLimits
+from vllm_h2o.policy.rotation import Rotation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -206,6 +215,45 @@ def gates_of(model: LoadedModel, resolved: Resolved) -> dict[str, LayerGate]:
         own = own.to(model.runner.device)
         gates[name] = LayerGate(own, rotations[name], group)
     return gates
+
+
+def moving_rotations(
+    model: LoadedModel, config: H2OConfig
+) -> dict[str, Rotation | None]:
+    """How the keys of the layers that evict are rotated; none where no key moves.
+
+    Raises:
+        ValueError: It is not known, or not for so many positions.
+    """
+    if not config.moves_keys:
+        return {}
+    why = ""
+    option, tokens = longest_step(model.vllm_config)
+    longest = model.vllm_config.model_config.max_model_len
+    if tokens < ANSWERED_TOKENS:
+        why = f"{option} is {tokens}, to see how keys rotate takes {ANSWERED_TOKENS}"
+        raise _immovable(why)
+    rotations = rotations_of(model)
+    for name, rotation in rotations.items():
+        if rotation is None:
+            continue
+        if rotation.angles is not None and len(rotation.angles) < longest:
+            why = f"layer {name} has angles for {len(rotation.angles)} positions only"
+            raise _immovable(f"--max-model-len is {longest}, but {why}")
+        try:
+            _ = rotation.frequencies
+        except ValueError as error:
+            raise _immovable(f"of layer {name}: {error}") from error
+    if not any(rotations[name] for name in model.layers):
+        raise _immovable("the keys of this model are not rotated")
+    return {name: rotations[name] for name in model.layers}
+
+
+def _immovable(why: str) -> ValueError:
+    return ValueError(
+        f"h2o_positions (--h2o-positions) is {CACHE!r}, but {why}: use {TEXT!r} and a "
+        "--max-model-len that the model was trained for"
+    )
 
 
 def own_kv_heads(vllm_config: VllmConfig, count: int) -> slice:

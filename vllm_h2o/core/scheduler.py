@@ -116,6 +116,7 @@ class H2OScheduler(AsyncScheduler):
             options = self._options_of(request, most)
             # A session's turns add up.
             room = self.max_model_len if request.resumable else most
+            options.check_length(self._limits.config, room)
             self._check_room(options, room)
         except ValueError as error:
             logger.error("Request %s ends at once: %s", request.request_id, error)

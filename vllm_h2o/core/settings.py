@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "h2o"
 _LONGEST_KEY = "h2o_max_model_len"
+TRAINED_KEY = "h2o_trained_length"
 CALIBRATE = "VLLM_H2O_CALIBRATE"
 """Environment variable; at 0 the cache of head profiles is not used, and
 `head_budgets="auto"` takes files only."""
@@ -49,7 +51,10 @@ def h2o_config(vllm_config: VllmConfig) -> H2OConfig | None:
     additional = vllm_config.additional_config
     if not isinstance(additional, dict) or CONFIG_KEY not in additional:
         return None
-    return parse_settings(additional[CONFIG_KEY])
+    config = parse_settings(additional[CONFIG_KEY])
+    if config is None or not config.moves_keys:
+        return config
+    return replace(config, trained_length=additional.get(TRAINED_KEY, 0))
 
 
 def parse_settings(settings: Any) -> H2OConfig | None:

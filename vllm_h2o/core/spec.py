@@ -21,6 +21,7 @@ from vllm_h2o.policy.chunks import chunk_tokens
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.geometry import BlockCut, ResidentBlock, bytes_of_page
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.reach import Reach
 from vllm_h2o.policy.request import RequestLimits
 
 if TYPE_CHECKING:
@@ -129,6 +130,11 @@ class H2OAttentionSpec(FullAttentionSpec):
     def limits(self, device: str) -> RequestLimits:
         """What requests may ask for, on a device of the kind that torch calls so."""
         return RequestLimits.of(self.h2o, self.layout, device, self.max_model_len)
+
+    @cached_property
+    def reach(self) -> Reach | None:
+        """How far back keys may be; None: they stay where they are in the text."""
+        return Reach.of_config(self.h2o, self.layout.budget, self.block_size)
 
     @property
     def largest_budget(self) -> int:

@@ -29,6 +29,7 @@ from vllm_h2o.core.settings import (
     parse_settings,
     settings_of,
 )
+from vllm_h2o.plugin.long_texts import lengthened
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.options import bad, shown
 from vllm_h2o.policy.presets import POLICY_NAMES, resolve_config
@@ -128,6 +129,8 @@ def configured(create_engine_config):
     @functools.wraps(create_engine_config)
     def wrapped(self, *args: Any, **kwargs: Any):
         translated = translate(self)
+        additional = translated.get("additional_config", self.additional_config)
+        translated |= lengthened(self, additional)
         given = {name: getattr(self, name) for name in translated}
         vars(self).update(translated)
         try:

@@ -44,9 +44,11 @@ def _checking(process_inputs: Any) -> Any:
         asks = params is not None and asks_anything(params.extra_args)
         if asks and h2o_config(config) is not None:
             try:
-                RequestOptions.parse(
-                    params.extra_args, limits_of(config), _most_tokens(request, config)
-                )
+                limits, most = limits_of(config), _most_tokens(request, config)
+                options = RequestOptions.parse(params.extra_args, limits, most)
+                longest = config.model_config.max_model_len
+                room = longest if request.resumable else most
+                options.check_length(limits.config, room)
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter="extra_args") from error
         return request

@@ -28,6 +28,7 @@ from vllm_h2o.policy.config import INT8, MEASURE, MODEL, NONE, REQUEST, UNIFORM
 from vllm_h2o.policy.methods import fused_form_of, fused_prompt_form_of
 from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.reach import Reach
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +56,8 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
     _check_kernel(vllm_config, config)
-    layout_of(vllm_config, config)
+    budget = layout_of(vllm_config, config).budget
+    Reach.of_config(config, budget, vllm_config.cache_config.block_size)
     _check_head_budgets(vllm_config, config)
 
 

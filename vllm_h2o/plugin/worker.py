@@ -23,7 +23,12 @@ from vllm_h2o.attention.pages import clear_blocks, copy_blocks
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.watch import Recorder
 from vllm_h2o.calibration.measure import LoadedModel
-from vllm_h2o.calibration.resolve import Resolved, gates_of, resolve
+from vllm_h2o.calibration.resolve import (
+    Resolved,
+    gates_of,
+    moving_rotations,
+    resolve,
+)
 from vllm_h2o.core.compat import settle_block_size
 from vllm_h2o.core.metrics import attach_seconds
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
@@ -142,8 +147,11 @@ class H2OWorker(H2OCalls, _Stock):
         model = self._loaded_model()
         self._resolved = resolve(model)
         gates = gates_of(model, self._resolved)
+        rotations = moving_rotations(model, self._resolved.config)
         for name, layer in model.layers.items():
-            layer.impl.resolve(self._resolved.config, gates.get(name))
+            layer.impl.resolve(
+                self._resolved.config, gates.get(name), rotations.get(name)
+            )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, then connect the builders to the steps."""

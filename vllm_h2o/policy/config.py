@@ -34,6 +34,8 @@ _PROMPT_SCORES = (AUTO, ATTENTION, GATE)
 _RESIDENT_DTYPES = (MODEL, INT8)
 NONE, END, PROMPT = "none", "end", "prompt"
 KEEPS = (NONE, END, PROMPT)
+TEXT, CACHE = "text", "cache"
+_POSITIONS = (TEXT, CACHE)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class H2OConfig:
         keep: `"end"`: what a compressed request holds when it ends stays in the pool
             until its blocks are needed, and later requests that begin with its tokens
             may go on from there; `"none"`.
+        positions: `"cache"`: keys move up before they are farther back than the model
+            was trained for (`vllm_h2o.policy.reach`), so that texts may be longer;
+            `"text"`: they stay where they are in the text.
+        trained_length: Tokens of the longest text that the model was trained for, where
+            keys move up: no option, the engine fills it in.
         recent_ratio: Share of the budget that the recent window takes, rounded
             to whole blocks, at least one for either part. 1.0: no heavy set,
             only sinks and recent tokens.
@@ -112,6 +119,12 @@ class H2OConfig:
         "what it holds at its end, or when its prompt has been read, so that a request "
         "that asks for it (h2o_continue) and begins with these tokens goes on there.",
         choices=KEEPS,
+    )
+    positions: str = option(
+        TEXT,
+        "Where keys are: in the text, or, with cache, never farther back than the "
+        "model was trained for, so that --max-model-len may be more.",
+        choices=_POSITIONS,
     )
     recent_ratio: float = option(
         0.35,
@@ -180,6 +193,7 @@ class H2OConfig:
         "this one measures anew, or 'request': each request's own, which the scores "
         "cake and d2o read off its prompt.",
     )
+    trained_length: int = 0
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -203,6 +217,7 @@ class H2OConfig:
         check_choice("merge", self.merge, _MERGES)
         check_choice("resident_dtype", self.resident_dtype, _RESIDENT_DTYPES)
         check_choice("keep", self.keep, KEEPS)
+        check_choice("positions", self.positions, _POSITIONS)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
             fix = (
                 "use 'uniform', 'auto', 'measure', 'request' or the file of a head "
@@ -247,6 +262,10 @@ class H2OConfig:
         if self.keeps and (why := self._why_not_kept()):
             raise ValueError(
                 f"h2o_keep={self.keep!r} (--h2o-keep) needs {why}, or {NONE!r}"
+            )
+        if self.moves_keys and (why := self._why_not_moved()):
+            raise ValueError(
+                f"h2o_positions={CACHE!r} (--h2o-positions) needs {why}, or {TEXT!r}"
             )
         if self.recent_ratio == 1.0 and self.eviction_unit == "block":
             raise ValueError(
@@ -338,6 +357,24 @@ class H2OConfig:
         if self.head_budgets == REQUEST:
             return f"h2o_head_budgets={AUTO!r}, not {REQUEST!r}: use this"
         return self._why_not_in_chunks()
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether keys move up, so that texts may be longer than what the model was
+        trained for."""
+        return self.positions == CACHE
+
+    def _why_not_moved(self) -> str:
+        """What moving keys needs in place of what is there; or nothing."""
+        if not self.prefill_chunk:
+            return (
+                "h2o_prefill_chunk, as a prompt that is read whole must be no longer "
+                "than what the model was trained for: use h2o_prefill_chunk=1024, say"
+            )
+        if self.quantizes:
+            # Rounded anew each time that they move, keys would drift.
+            return f"h2o_resident_dtype={MODEL!r}, not {INT8!r}: use this"
+        return ""
 
     @property
     def reads_part(self) -> bool:

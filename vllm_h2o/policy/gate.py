@@ -16,8 +16,6 @@ this one expects an amount, and the budget says how many tokens that keeps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,64 +25,6 @@ POWER = 4
 """The target is this root of the attention: what is rare and large is not all."""
 LEAST_NORM = 1e-6
 """A key or value is divided by its norm, or by this where that is smaller."""
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """How a layer rotates its keys (RoPE).
-
-    Attributes:
-        angles: `[positions, rotary_dim]` cosines, then sines, of each pair's angle;
-            None: it is not known how, and nothing is told from the keys' directions.
-        neox: Whether pairs are `(i, i + rotary_dim / 2)`, or neighbours.
-    """
-
-    angles: torch.Tensor | None
-    neox: bool = True
-
-    @classmethod
-    def of(cls, module: Any) -> Rotation:
-        """That of a rotary embedding of vLLM's, by its table.
-
-        Of several tables, or of positions that are no single number, it is not known.
-        """
-        table = getattr(module, "cos_sin_cache", None)
-        size, whole = (getattr(module, x, 0) for x in ("rotary_dim", "head_size"))
-        several = getattr(module, "mrope_section", None) is not None
-        if several or not isinstance(table, torch.Tensor) or table.ndim != 2:
-            return cls(None)
-        if table.shape[1] != size or size > whole:
-            return cls(None)
-        return cls(table, bool(module.is_neox_style))
-
-    def undone(self, key: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The keys of a text before they were rotated, but for a constant factor.
-
-        Args:
-            key: `[n, num_kv_heads, head_size]` after RoPE, of the positions from
-                `first` on.
-            first: A position.
-
-        Returns:
-            The same in float32; where it is not known how, keys of the same norms that
-            have one direction.
-        """
-        if self.angles is None or len(self.angles) < first + len(key):
-            alike = torch.zeros_like(key, dtype=torch.float32)
-            alike[..., 0] = key.float().norm(dim=-1)
-            return alike
-        angles = self.angles[first : first + len(key), None]
-        angles = angles.to(key.device, torch.float32)
-        cos, sin = angles.chunk(2, dim=-1)
-        size = self.angles.shape[1]
-        turned, rest = key.float().split([size, key.shape[-1] - size], dim=-1)
-        if self.neox:
-            x, y = turned.chunk(2, dim=-1)
-        else:
-            x, y = turned[..., ::2], turned[..., 1::2]
-        pairs = x * cos + y * sin, y * cos - x * sin
-        join = torch.cat if self.neox else torch.stack
-        return torch.cat([join(pairs, dim=-1).flatten(2), rest], dim=-1)
 
 
 def num_features(head_size: int, head_size_v: int) -> int:

@@ -86,7 +86,7 @@ FULL = "full"
 POLICY_NAMES = (FULL, *PRESETS)
 
 OPTION_NAMES = tuple(
-    field.name for field in dataclasses.fields(H2OConfig) if field.name != "policy"
+    field.name for field in dataclasses.fields(H2OConfig) if field.metadata
 )
 
 

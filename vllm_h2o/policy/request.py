@@ -8,7 +8,15 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from vllm_h2o.policy.config import ATTENTION, END, KEEPS, NONE, PROMPT, H2OConfig
+from vllm_h2o.policy.config import (
+    ATTENTION,
+    CACHE,
+    END,
+    KEEPS,
+    NONE,
+    PROMPT,
+    H2OConfig,
+)
 from vllm_h2o.policy.ladder import Climb, Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import (
@@ -20,6 +28,7 @@ from vllm_h2o.policy.options import (
     shown,
 )
 from vllm_h2o.policy.presets import FULL
+from vllm_h2o.policy.reach import Reach
 
 KEY = "h2o"
 """The name of a dictionary of options in a request's `extra_args`; also, with `_`, what
@@ -79,6 +88,13 @@ class RequestLimits:
         """Whether the budgets of two requests can differ."""
         may_ask = not self.why_no_number
         return not self.why_one_budget and (may_ask or len(self.ladder.budgets) > 1)
+
+    @cached_property
+    def most_at_once(self) -> int:
+        """Tokens of a prompt that a request may ask to read at once; 0: any."""
+        size = self.layout.block_size
+        reach = Reach.of_config(self.config, self.layout.budget, size)
+        return 0 if reach is None else reach.chunk
 
     @cached_property
     def fewest_blocks(self) -> int:
@@ -186,7 +202,7 @@ class RequestOptions:
         options._check_policy(limits.config)
         budget = options._parsed_budget(limits, most_tokens)
         window = options._parsed_window(limits.config)
-        chunk = options._parsed_chunk(limits.config)
+        chunk = options._parsed_chunk(limits)
         return cls(
             options.policy,
             budget,
@@ -196,6 +212,19 @@ class RequestOptions:
             options._parsed_continue(limits.config),
             _parsed_bool("report", options.report),
         )
+
+    def check_length(self, config: H2OConfig, most_tokens: int) -> None:
+        """Raise ValueError if a request keeps more than the model was trained for.
+
+        Args:
+            config: The engine's policy.
+            most_tokens: That the request, or a session's turns together, can have.
+        """
+        trained = config.trained_length
+        if self.is_full and config.moves_keys and most_tokens > trained:
+            why = f"the model was trained for {trained} tokens, and this has up to "
+            fix = f"{most_tokens}: use a shorter prompt or max_tokens, or leave it out"
+            raise _bad("policy", self.policy, why + fix)
 
     def _check_policy(self, config: H2OConfig) -> None:
         if self.policy not in (None, FULL, config.policy):
@@ -270,8 +299,9 @@ class RequestOptions:
             )
         return parsed
 
-    def _parsed_chunk(self, config: H2OConfig) -> int | None:
+    def _parsed_chunk(self, limits: RequestLimits) -> int | None:
         asked: Any = self.prefill_chunk
+        config, most = limits.config, limits.most_at_once
         if asked is None:
             return None
         try:
@@ -289,6 +319,9 @@ class RequestOptions:
             why = "it needs an engine that was started with --h2o-prefill-chunk"
         if why:
             fix = f"it has no effect, as {why}: leave it out"
+            raise _bad("prefill_chunk", asked, fix)
+        if most and not 0 < parsed <= most:
+            fix = f"use 1 to {most}, as keys move up (--h2o-positions {CACHE})"
             raise _bad("prefill_chunk", asked, fix)
         return parsed
 

@@ -98,6 +98,27 @@ def compress_chunk(
         held_heads.write()
 
 
+def move_keys(
+    layers: Sequence[ScoredLayer], chunk: Chunk, *, hold: Hold | None = None
+) -> None:
+    """See `Kernels.move_keys`; `hold` as of `read_on`."""
+    for layer in layers:
+        pages, moving = layer.pages, layer.params.moving
+        if moving is None:
+            continue
+        held_heads = (hold or HeldHeads)(pages, chunk, layer.params)
+        for held in held_heads.heads:
+            content = _content(held, pages)
+            content["keys"] = moving.moved(
+                content["keys"], held.births, chunk.start, chunk.start + 1
+            )
+            for name in layer.params.method.fields:
+                content[name] = held.get(name, held.slots)
+            for what, mine in content.items():
+                held.put(what, held.slots, mine)
+        held_heads.write()
+
+
 class HeldHead:
     """What a KV head holds, in the order of its tokens' births.
 
@@ -333,9 +354,17 @@ def _move(
         tokens = quantized(tokens["keys"], tokens["values"])
     tokens["births"] = fresh.int()
     # All is read before anything is written: slots are both.
-    moved = {
-        what: torch.cat([held.get(what, held.slots), tokens[what]])[kept]
-        for what in ("keys", "values", "births", *scales_of(pages))
-    }
+    before = _content(held, pages)
+    if (moving := layer.params.moving) is not None:  # the chunk's own are within reach
+        before["keys"] = moving.moved(
+            before["keys"], held.births, chunk.start, chunk.end
+        )
+    moved = {what: torch.cat([before[what], tokens[what]])[kept] for what in before}
     for what, content in (moved | state).items():
         held.put(what, slots, content)
+
+
+def _content(held: HeldHead, pages: Pages) -> dict[str, torch.Tensor]:
+    """What a head holds, but for its state."""
+    parts = ("keys", "values", "births", *scales_of(pages))
+    return {what: held.get(what, held.slots) for what in parts}

@@ -282,3 +282,13 @@ class Kernels(Protocol):
             config: The policy.
         """
         ...
+
+    def move_keys(self, layers: Sequence[ScoredLayer], chunk: Chunk) -> None:
+        """Move the keys up that get out of reach (`policy.reach`), where they are.
+
+        Args:
+            layers: The layers; their state is not used. Of those whose keys are not
+                rotated none moves.
+            chunk: An empty one, whose `start` and `end` are the tokens read.
+        """
+        ...

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_h2o.attention.ops.chunks import compress_chunk, read_on
+from vllm_h2o.attention.ops.chunks import compress_chunk, move_keys, read_on
 from vllm_h2o.attention.ops.contract import Capability
 from vllm_h2o.attention.ops.resident import Resident, quantized, tokens_of
 from vllm_h2o.attention.ops.types import (
@@ -30,8 +30,8 @@ from vllm_h2o.policy.softmax import attention_of
 
 __all__ = [
     "CAPABILITIES", "FORMS", "attend_observed", "compress_chunk", "copy_kept",
-    "decode_resident", "merge_dropped", "observe", "order_rings", "put_merged",
-    "read_on", "score_by_gate", "select", "start", "transition",
+    "decode_resident", "merge_dropped", "move_keys", "observe", "order_rings",
+    "put_merged", "read_on", "score_by_gate", "select", "start", "transition",
 ]  # fmt: skip
 
 FORMS = frozenset({"sum", "mean"})

@@ -15,6 +15,7 @@ from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import UNIFORM, LayerPlacements
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Method, State, fused_form_of, fused_prompt_form_of
+from vllm_h2o.policy.reach import MovingKeys
 
 if TYPE_CHECKING:
     from vllm_h2o.attention.ops.contract import Kernels
@@ -100,6 +101,7 @@ class DecodeParams:
         placements: How requests split their slots, None where all heads have the same.
         sink_logits: `[num_heads]`, float32 on CPU: of each query head's sink, see
             `policy.softmax`; None: there are none.
+        moving: How keys move, see `policy.reach`; None: they stay where they are.
     """
 
     layout: SlotLayout
@@ -113,6 +115,7 @@ class DecodeParams:
     group: int = 1
     gate: LayerGate | None = None
     kernels: Kernels | None = None
+    moving: MovingKeys | None = None
 
     @cached_property
     def fused_form(self) -> str | None:

@@ -28,15 +28,20 @@ from vllm_h2o.attention.ops.cpu.args import (
     layer_args,
     set_gate_args,
 )
-from vllm_h2o.attention.ops.reference import compress_chunk, read_on, start
+from vllm_h2o.attention.ops.reference import (
+    compress_chunk,
+    move_keys,
+    read_on,
+    start,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import State
 
 __all__ = [
     "CAPABILITIES", "FORMS", "Selection", "attend_observed", "build", "check_supported",
-    "compress_chunk", "copy_kept", "decode_resident", "observe", "order_rings",
-    "read_on", "score_by_gate", "select", "start", "transition",
+    "compress_chunk", "copy_kept", "decode_resident", "move_keys", "observe",
+    "order_rings", "read_on", "score_by_gate", "select", "start", "transition",
 ]  # fmt: skip
 
 CAPABILITIES = frozenset(Capability) - {Capability.TORCH}

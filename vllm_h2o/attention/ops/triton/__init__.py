@@ -5,7 +5,7 @@ Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from vllm_h2o.attention.ops.reference import attend_observed, start
-from vllm_h2o.attention.ops.triton.chunks import compress_chunk, read_on
+from vllm_h2o.attention.ops.triton.chunks import compress_chunk, move_keys, read_on
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
 from vllm_h2o.attention.ops.triton.growth import order_rings
 from vllm_h2o.attention.ops.triton.launch import (
@@ -32,6 +32,7 @@ __all__ = [
     "select",
     "copy_kept",
     "decode_resident",
+    "move_keys",
     "observe",
     "order_rings",
     "read_on",

@@ -140,3 +140,4 @@ class StagedHead:
 
 read_on = functools.partial(chunks.read_on, hold=StagedHeads)
 compress_chunk = functools.partial(chunks.compress_chunk, hold=StagedHeads)
+move_keys = functools.partial(chunks.move_keys, hold=StagedHeads)
