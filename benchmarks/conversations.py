@@ -9,7 +9,8 @@ prefix hits; `hits`, compressed, with prefix hits of its earlier prompts; `again
 without any, as where others have needed their blocks; `continue`.
 
 Measured by turn: time to first token, blocks that are held when the turn has been
-answered, and the loss of the answer, in nats per token over `full`.
+answered, and the loss of the answer, in nats per token over `full`, with an interval
+of 95 % over the texts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.cells import ENGINE_ARGS
 from benchmarks.forcing import forced, processor
 from benchmarks.machine import engine_env
 from benchmarks.process import run_in_process
+from benchmarks.quality.table import interval
 from benchmarks.quality.texts import texts
 from benchmarks.report import spread, write_json
 from benchmarks.smollm2 import ensure_model
@@ -55,10 +57,11 @@ def main(argv: list[str] | None = None) -> None:
             first, mine = turn[way]["ratio_ttft"], turn[way]
             shown.append(
                 f"{way} {first['median']:.2f} [{first['min']:.2f}, {first['max']:.2f}] "
-                f"{mine['blocks']:.0f} blocks {mine['loss_delta_nats']:+.3f}"
+                f"{mine['blocks']:.0f} blocks {mine['loss_delta_nats']:+.3f} "
+                "[{:+.3f}, {:+.3f}]".format(*mine["loss_interval"])
             )
         print(" | ".join(shown), flush=True)
-    write_json(args, turns=turns)
+    write_json(args, turns=turns, samples=samples)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -82,13 +85,13 @@ def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
     for way in WAYS:
         mine, full = ([x[name] for x in samples] for name in (way, FULL))
         pairs = list(zip(mine, full, strict=True))
+        deltas = [x["loss"] - other["loss"] for x, other in pairs]
         turn[way] = {
             "ttft_s": spread(x["ttft"] for x in mine),
             "ratio_ttft": spread(x["ttft"] / other["ttft"] for x, other in pairs),
             "blocks": statistics.mean(x["blocks"] for x in mine),
-            "loss_delta_nats": statistics.mean(
-                x["loss"] - other["loss"] for x, other in pairs
-            ),
+            "loss_delta_nats": statistics.mean(deltas),
+            "loss_interval": interval(deltas),
         }
     return turn
 

@@ -34,6 +34,8 @@ def test_a_turn_is_told_beside_the_full_caches():
     assert ratios == {FULL: 1.0, HITS: 1.5, AGAIN: 4.0, CONTINUE: 1.25}
     assert [turn[way]["blocks"] for way in (FULL, CONTINUE)] == [50, 8]
     assert turn[CONTINUE]["loss_delta_nats"] == pytest.approx(0.1)
+    low, high = turn[CONTINUE]["loss_interval"]
+    assert low == pytest.approx(0.0) and high == pytest.approx(0.2)
     assert turn[FULL]["loss_delta_nats"] == 0
 
 

@@ -485,12 +485,14 @@ class Driver:
         held = [self.contents[source] for source, _ in copies]
         ended, _, copied_at = held[0]
         assert held == [(ended, column, copied_at) for column in range(len(copies))]
-        if self._kept(self.requests[ended]) == "prompt":
+        keeps, is_session = self._kept(other := self.requests[ended]), other.resumable
+        if keeps == "prompt" or (is_session and copied_at):
             assert (ended, start) in self.prompts and copied_at in (0, start)
         else:
-            assert ended in self.finished or ended not in self.scheduler.requests
-            assert self._kept(self.requests[ended]) == "end"
+            gone = ended not in self.scheduler.requests
+            assert gone or ended in self.finished or is_session
             assert self.ends[ended] == start and copied_at == 0
+        assert keeps != "none"
         tokens = self.requests[ended].all_token_ids[:start]
         assert request.all_token_ids[:start] == tokens and start < request.num_tokens
         assert self.requests[ended].cache_salt == request.cache_salt

@@ -22,7 +22,7 @@ from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.policy.chunks import chunk_tokens
-from vllm_h2o.policy.config import INT8, NONE, PROMPT
+from vllm_h2o.policy.config import END, INT8, NONE, PROMPT
 from vllm_h2o.policy.ladder import Climb
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.presets import FULL
@@ -247,8 +247,7 @@ class H2OScheduler(AsyncScheduler):
         read = plan.num_computed_tokens == plan.prefill_ends
         for i in np.flatnonzero(read & ~plan.stay_dense).tolist():
             request, end = self.requests[plan.request_ids[i]], int(plan.prefill_ends[i])
-            what = self._options_of(request, 0).kept(self._spec.h2o)
-            if what != PROMPT or not is_known_by_tokens(request):
+            if not self._keeps_prompt(request) or not is_known_by_tokens(request):
                 continue
             held = manager.residents(request.request_id, end)
             if held is None:
@@ -263,6 +262,16 @@ class H2OScheduler(AsyncScheduler):
         # From now on they may be given away, but not to each other.
         for residents in ours:
             pool.free_blocks(reversed(residents.blocks))
+
+    def _keeps_prompt(self, request: Request) -> bool:
+        """Whether what is held of the prompt stays.
+
+        Also of a session's turns: where one ends by a stop token, a step behind that
+        token has run, and what is held then is of no use to the next.
+        """
+        what = self._options_of(request, 0).kept(self._spec.h2o)
+        runs_ahead = bool(self.scheduler_config.async_scheduling)
+        return what == PROMPT or (what == END and request.resumable and runs_ahead)
 
     def _mamba_block_aligned_split(
         self,
