@@ -32,11 +32,11 @@ OPTIONS = {
 }
 
 
-def gated_heads(model, weights):
+def gated_heads(model, weights, base=Head):
     """Heads of the dense reference that go by these weights, `[layers, heads, F]`."""
     left = iter(weights.flatten(0, 1))
 
-    class GateHead(Head):
+    class GateHead(base):
         def __init__(self, *args):
             super().__init__(*args)
             self.weights = next(left)

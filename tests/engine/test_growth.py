@@ -1,8 +1,10 @@
 """Budgets that follow the request: an engine against the rules written down densely."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import (
@@ -13,13 +15,14 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
+from tests.engine.test_gate import gated_heads
 from tests.engine.test_reference import own_sizes
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
 from vllm_h2o.attention.cpu_backend import H2OCPUBackend
 from vllm_h2o.attention.heads import HeadBudgets
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Ladder
-from vllm_h2o.policy.profile import HeadProfile
+from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +41,6 @@ def options_of(block):
         "h2o_budget": "70%",
         "h2o_min_budget": 2 * block,
         "h2o_recent_ratio": 0.5,
-        "h2o_observation_window": 64,
         "max_model_len": 7 * block,
         "max_num_batched_tokens": 96,
         "enable_prefix_caching": True,
@@ -76,17 +78,29 @@ class GrowingHead(Head):
             super().make_room(position)
 
 
-def expected(prompt, num_tokens, variant, ladder, sizes_of):
-    """Of a request that climbs; `sizes_of(blocks)` are those of the heads."""
+def with_gate(profile):
+    """The profile with a gate that says something else of each head."""
+    weights = torch.randn(30, 3, 2 * 64 + 4, generator=torch.Generator().manual_seed(1))
+    weights *= 0.02
+    weights[..., -1] += 1.0
+    return replace(profile, gate=gate_in_json(weights, 0.5))
+
+
+def expected(prompt, num_tokens, variant, ladder, sizes_of, weights=None):
+    """Of a request that climbs; `sizes_of(blocks)` are those of the heads, and the
+    weights those of their gates."""
     step = ladder.enters(len(prompt), len(prompt) + num_tokens)
     grows_at = {ladder.lengths[i - 1]: i for i in range(step + 1, len(ladder.budgets))}
     heads = itertools.product(range(30), range(3))
+    model, cls = DenseLlama(ensure_model()), GrowingHead
+    if weights is not None:
+        cls = gated_heads(model, weights, GrowingHead)
 
     def head_class(*args):
-        return GrowingHead(growth(grows_at, ladder, sizes_of, *next(heads)), *args)
+        return cls(growth(grows_at, ladder, sizes_of, *next(heads)), *args)
 
     return generate(
-        DenseLlama(ensure_model()), prompt, num_tokens, [variant],
+        model, prompt, num_tokens, [variant],
         common_of(ladder, step), sizes_of(ladder.budgets[step]), head_class=head_class,
     )[0]  # fmt: skip
 
@@ -103,9 +117,9 @@ def common_of(ladder, step):
     return own_sizes(ladder.budgets[step] * ladder.block_size // PAGE, PAGE)
 
 
-def expected_next(before, turn, num_tokens, variant, ladder, sizes_of, grows_at, ends):
+def expected_next(before, turn, num_tokens, rules, grows_at, ends):
     """Of a turn that goes on, and grows at these tokens; its chunks have these ends."""
-    held = before.keys[0].shape[2] - 1
+    held, (variant, ladder, sizes_of, _) = before.keys[0].shape[2] - 1, rules
     for layer, heads in enumerate(before.heads):
         for number, head in enumerate(heads):
             before_it = {at: of for at, of in head.growth.items() if at < held}
@@ -130,48 +144,57 @@ def long_prompts():
 
 
 @pytest.mark.parametrize(
-    ("by_head", "block", "prompts_of_block", "num_tokens"),
+    ("by", "block", "prompts_of_block", "num_tokens"),
     [
-        pytest.param(True, 32, short_prompts, 70, id="by head"),
-        pytest.param(False, 32, short_prompts, 70, id="uniform"),
+        pytest.param("head", 32, short_prompts, 70, id="by head"),
+        pytest.param("gate", 32, short_prompts, 70, id="by head and the gate"),
+        pytest.param("", 32, short_prompts, 70, id="uniform", marks=pytest.mark.slow),
         pytest.param(
-            True, 64, long_prompts, 140, id="in pages", marks=pytest.mark.slow
+            "head", 64, long_prompts, 140, id="in pages", marks=pytest.mark.slow
         ),
     ],
 )
 def test_a_request_that_grows_equals_its_dense_reference(
-    monkeypatch, by_head, block, prompts_of_block, num_tokens
+    monkeypatch, tmp_path, by, block, prompts_of_block, num_tokens
 ):
     """Beside one that does not; in chunks, and the second time with prefix hits."""
     monkeypatch.setattr(H2OCPUBackend, "most_page_slots", PAGE)
     profile = HeadProfile.load(SMOLLM2_HEADS)
+    heads = "auto" if by else "uniform"
+    how = {"h2o_observation_window": 64, "h2o_head_budgets": heads}
+    variant, weights = Variant(64, 15, "mean", "token", sinks=0), None
+    if by == "gate":
+        profile = with_gate(profile)
+        profile.save(file := tmp_path / "heads.json")
+        how = {"kv_policy": "gate", "h2o_head_budgets": str(file)}
+        variant = replace(variant, pooling=1)
+        weights = torch.tensor(HeadProfile.load(file).gate_weights())
     ladder, of_block = ladder_of(block), block // PAGE
     config = H2OConfig(recent_ratio=0.5, budget="70%", min_budget=2 * block)
     budgets = HeadBudgets(profile, config, ladder, PAGE)
 
     def sizes_of(blocks, climbs=True):
         split = [[blocks * of_block] * 3] * 30
-        if by_head:
+        if by:
             split = budgets.split(blocks, climbs)
         return [[own_sizes(n, PAGE) for n in layer] for layer in split]
 
-    prompts, variant = prompts_of_block(), Variant(64, 15, "mean", "token", sinks=0)
-    results = [
-        expected(prompt, num_tokens, variant, ladder, sizes_of)
-        for prompt in prompts[:2]
-    ]
+    prompts, rules = prompts_of_block(), (variant, ladder, sizes_of, weights)
+    results = [expected(prompt, num_tokens, *rules) for prompt in prompts[:2]]
     for prompt in prompts[:2]:
         ends = [n for n in ladder.lengths if len(prompt) < n < len(prompt) + num_tokens]
         assert len(ends) >= 2, "it grows twice"
+    model = DenseLlama(ensure_model())
     results += generate(
-        DenseLlama(ensure_model()), prompts[2], num_tokens, [variant],
+        model, prompts[2], num_tokens, [variant],
         own_sizes(3 * of_block, PAGE), sizes_of(3, climbs=False),
+        head_class=Head if weights is None else gated_heads(model, weights),
     )  # fmt: skip
-    heads, wishes = "auto" if by_head else "uniform", [{}, {}, {"budget": 3 * block}]
-    with engine(**options_of(block), h2o_head_budgets=heads) as llm:
+    wishes = [{}, {}, {"budget": 3 * block}]
+    with engine(**(options_of(block) | how)) as llm:
         for _ in range(2):
             assert_equal_densely(llm, prompts, results, wishes)
-        _assert_goes_on(llm, prompts, results, (variant, ladder, sizes_of))
+        _assert_goes_on(llm, prompts, results, rules)
         assert_pool_whole(llm)
 
 
@@ -196,7 +219,7 @@ def _assert_goes_on(llm, prompts, results, rules):
     ]
     for prompt, before, length, grows_at, ends in cases:
         turn = prompt + before.tokens + more[: length * block // 32]
-        result = expected_next(before, turn, cut, *rules, grows_at, [*ends, len(turn)])
+        result = expected_next(before, turn, cut, rules, grows_at, [*ends, len(turn)])
         gone_on = scheduler(llm).h2o_stats.continued_tokens
         assert_equal_densely(llm, [turn], [result], [{"continue": True}])
         gone_on = scheduler(llm).h2o_stats.continued_tokens - gone_on
