@@ -43,10 +43,13 @@ def read_on(
     end = first_position + len(query)
     if not state:
         _begin(state, heads, most_held, chunk, params.method)
-    read = torch.arange(chunk.start, end, device=query.device)
+    read, blocks = (
+        torch.arange(chunk.start, end, device=query.device),
+        chunk.blocks.long(),
+    )
     group = query.shape[1] // len(heads)
     for held in heads:
-        tokens = tokens_of(dense, chunk.blocks.long(), held.head, read)
+        tokens = tokens_of(dense, blocks, held.head, read)
         _start(state, held, tokens, first_position, most_held, chunk, params.method)
         keys, values = (
             torch.cat([held.vectors(what), tokens[what].float()])
