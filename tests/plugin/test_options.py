@@ -809,6 +809,11 @@ def test_pipeline_without_async_scheduling_is_refused(model_of):
     config.scheduler_config.async_scheduling = False
     with pytest.raises(ValueError, match="--pipeline-parallel-size.*async"):
         check_vllm_config(config)
+    moving_keys = moving(model_of("LlamaForCausalLM", **LLAMA) | MOVING)
+    config = moving_keys.create_engine_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ValueError, match="--h2o-positions.*2: use --h2o-pos"):
+        check_vllm_config(config)
 
 
 def test_cache_layout_without_a_kernel_is_refused(model_of, monkeypatch):

@@ -24,7 +24,7 @@ from vllm_h2o.plugin.engine_args import (
     check_version,
     needed_worker_cls,
 )
-from vllm_h2o.policy.config import INT8, MEASURE, MODEL, NONE, REQUEST, UNIFORM
+from vllm_h2o.policy.config import INT8, MEASURE, MODEL, NONE, REQUEST, TEXT, UNIFORM
 from vllm_h2o.policy.methods import fused_form_of, fused_prompt_form_of
 from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.profile import HeadProfile
@@ -142,6 +142,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
 
 
 def _check_reading_on(vllm_config: VllmConfig, config: H2OConfig) -> None:
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if config.moves_keys and stages > 1:
+        # How keys are rotated is seen in a pass of the whole model.
+        fix = f"use --h2o-positions {TEXT}, or no pipeline"
+        _refuse("--h2o-positions with --pipeline-parallel-size", stages, fix)
     asked: dict[str, tuple[Any, str]] = {}
     if config.prefill_chunk:
         asked["--h2o-prefill-chunk"] = config.prefill_chunk, "0"

@@ -138,7 +138,9 @@ class MovingKeys:
         if keys.dtype != torch.float32:
             moves = self.reach.moved(births, after) // self.reach.step
             numbers = births * keys.shape[1] + moves
-            now = torch.where(by[:, None] > 0, dithered(now, numbers, keys.dtype), now)
+            size = 2 * len(self.frequencies)
+            shifted = dithered(now[:, :size], numbers, keys.dtype)
+            now[:, :size] = torch.where(by[:, None] > 0, shifted, now[:, :size])
         return now.to(keys.dtype)
 
 
@@ -158,7 +160,7 @@ def dithered(
     """
     at = numbers[:, None] + torch.arange(content.shape[1], device=content.device)
     # Multiples of the golden ratio are spread evenly.
-    shift = torch.frac(at * _GOLDEN) - 0.5
+    shift = torch.frac(at.double() * _GOLDEN) - 0.5
     _, exponent = content.frexp()
     step = torch.finfo(dtype).eps * (exponent - 1).float().exp2()
-    return content + step * shift.float()
+    return torch.where(content == 0.0, content, content + step * shift.float())

@@ -222,9 +222,9 @@ class RequestOptions:
         """
         trained = config.trained_length
         if self.is_full and config.moves_keys and most_tokens > trained:
-            why = f"the model was trained for {trained} tokens, and this has up to "
-            fix = f"{most_tokens}: use a shorter prompt or max_tokens, or leave it out"
-            raise _bad("policy", self.policy, why + fix)
+            why = f"the model was trained for {trained} tokens, and this, or all turns "
+            why += f"of this session, may have {most_tokens}: use a shorter prompt or "
+            raise _bad("policy", self.policy, why + "max_tokens, or leave it out")
 
     def _check_policy(self, config: H2OConfig) -> None:
         if self.policy not in (None, FULL, config.policy):
