@@ -227,7 +227,6 @@ def moving_rotations(
     """
     if not config.moves_keys:
         return {}
-    why = ""
     option, tokens = longest_step(model.vllm_config)
     longest = model.vllm_config.model_config.max_model_len
     if tokens < ANSWERED_TOKENS:
