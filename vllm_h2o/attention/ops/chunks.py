@@ -43,10 +43,8 @@ def read_on(
     end = first_position + len(query)
     if not state:
         _begin(state, heads, most_held, chunk, params.method)
-    read, blocks = (
-        torch.arange(chunk.start, end, device=query.device),
-        chunk.blocks.long(),
-    )
+    read = torch.arange(chunk.start, end, device=query.device)
+    blocks = chunk.blocks.long()
     group = query.shape[1] // len(heads)
     for held in heads:
         tokens = tokens_of(dense, blocks, held.head, read)
