@@ -27,6 +27,7 @@ from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import Chunk, DecodeParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
+    Tuning,
     copy_kept,
     decode_resident,
     observe,
@@ -35,7 +36,6 @@ from vllm_h2o.attention.ops.triton import (
     select,
 )
 from vllm_h2o.attention.ops.triton.chunks import StagedHeads
-from vllm_h2o.attention.ops.triton.launch import Tuning
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.gate import num_features

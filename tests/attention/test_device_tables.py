@@ -2,20 +2,36 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.attention.triton_heads import CONFIG, SMALL, make_layers, params_of
+from tests.attention.triton_state import DEVICE, empty_pages
+from vllm_h2o.attention.device_tables import device_tables
 from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.ops.triton.slots import head_and_part
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
-from vllm_h2o.policy.placement import Placement
+from vllm_h2o.policy.placement import Placement, lend
 
 KV_HEADS = 2
 
 
 def entries(table, placement):
     return table.sizes[KV_HEADS * placement :][:KV_HEADS].tolist()
+
+
+def tables_of(blocks, average):
+    """Of one layer whose heads have so many blocks of 16 slots, once they part."""
+    layouts = [[SlotLayout.of_blocks(CONFIG, 16, count) for count in blocks]]
+    pages_of = lend([blocks], max(blocks))  # each its own
+    placement = Placement(average * 16, layouts, pages_of)
+    pages = empty_pages(4, len(blocks), 64, 16, torch.float32)
+    layout = SlotLayout.of_blocks(CONFIG, 16, average)
+    return device_tables(PlacementTable.of([pages], layout, placement).parts()[0])
 
 
 def test_sizes_of_a_layer():
@@ -74,4 +90,69 @@ def test_no_lists_where_all_heads_have_pages_of_their_own():
         table.parts()[1].layouts(SMALL)[0], 0.1, 0.0, Mean(), table.parts()[1]
     )
     assert params.device_tables.pages is None
-    assert entries(params.device_tables, SMALL)[1] == [32, 16, 32, 32, 0, 32]
+    assert entries(params.device_tables, SMALL)[1][:6] == [32, 16, 32, 32, 0, 32]
+
+
+def test_heads_are_ranked_by_their_budgets():
+    layers, _ = make_layers(torch.float16, 64, 16, 1)
+    own = params_of(layers, 0, 16).device_tables
+    ranked = {
+        placement: [sizes[6:] for sizes in entries(own, placement)]
+        for placement in (UNIFORM, BY_HEAD, SMALL, SMALL + BY_HEAD)
+    }
+    assert ranked[UNIFORM] == [[0, 48], [1, 48]]
+    assert ranked[BY_HEAD] == [[1, 80], [0, 16]]
+    assert ranked[SMALL] == [[0, 32], [1, 32]]
+    assert ranked[SMALL + BY_HEAD] == [[1, 48], [0, 16]]
+
+
+def test_programs_are_those_of_the_placement_that_has_the_most():
+    layers, _ = make_layers(torch.float16, 64, 16, 1)
+    own = params_of(layers, 0, 16).device_tables
+    # Of 80 slots three splits are of 32; of 16 and of 48, of the smaller budget, too.
+    assert own.most_splits(3, 32, 16) == 3 + 1
+    assert own.most_splits(5, 16, 16) == 5 + 1
+    assert own.most_splits(1, 16, 16) == 1 + 1
+    assert own.most_parts(16, 3) == 5 + 3
+    assert own.most_parts(128, 3) == 3 + 3
+    # Of twice 48, where requests have not filled their budgets; of 80 and 16 only 3.
+    assert own.most_splits(2, 16, 8) == own.most_parts(40, 1) == 2 + 2
+    # One head of 9216 slots among seven of 1024, as `benchmarks.gpu` has.
+    own = tables_of([64] * 3 + [576] + [64] * 4, 128)
+    assert own.most_splits(9, 128, 32) == 9 + 7
+    assert own.most_parts(512, 4) == 18 + 7 * 4
+
+
+@triton.jit
+def parts_kernel(
+    out, sizes, part_slots, fewest,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0) * NUM_KV_HEADS
+    head, part = head_and_part(sizes, entry, part_slots, fewest, NUM_KV_HEADS, BLOCK_H)
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(out + 2 * program, head)
+    tl.store(out + 2 * program + 1, part)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fewest", "parts"),
+    [
+        ([1, 5, 3], 1, {1: 3, 2: 2, 0: 1}),
+        ([1, 5, 3], 2, {1: 3, 2: 2, 0: 2}),
+        ([3], 1, {0: 2}),
+    ],
+)
+def test_programs_of_the_richest_head_start_first(blocks, fewest, parts):
+    """In parts of 32 slots; the last programs have none."""
+    heads = len(blocks)
+    sizes = tables_of(blocks, 3).sizes.to(DEVICE)
+    out = torch.zeros(2, 9, 2, dtype=torch.int32, device=DEVICE)
+    parts_kernel[(2, 9)](out, sizes, 32, fewest, heads, triton.next_power_of_2(heads))
+    expected = [[head, part] for head in parts for part in range(parts[head])]
+    found = out[BY_HEAD].tolist()
+    assert found[: len(expected)] == expected
+    assert all(part >= parts[head] for head, part in found[len(expected) :])
+    # All have 48 slots where requests have not filled their budgets.
+    in_order = [[head, part] for head in range(heads) for part in range(2)]
+    assert out[UNIFORM].tolist()[: len(in_order)] == in_order

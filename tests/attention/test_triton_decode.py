@@ -16,7 +16,12 @@ from tests.attention.triton_state import (
     rows_to,
 )
 from vllm_h2o.attention.ops import ResidentRows, reference
-from vllm_h2o.attention.ops.triton import check_supported, decode_resident, launch
+from vllm_h2o.attention.ops.triton import (
+    check_supported,
+    decode_resident,
+    launch,
+    splitting,
+)
 from vllm_h2o.attention.pages import Pages
 
 
@@ -381,10 +386,12 @@ def test_imports_without(imported, missing):
 
 
 def test_a_rich_head_has_more_splits_and_no_longer_ones(monkeypatch):
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(splitting, "num_sms", lambda device: 132)
     device, rows_by_heads = torch.device("cpu"), 32 * 8
     splits = [
-        launch._num_splits(launch.Tuning(), rows_by_heads, 64, 2048, largest, device)
+        splitting.num_splits(
+            splitting.Tuning(), rows_by_heads, 64, 2048, largest, device
+        )
         for largest in (2048, 4096, 9216, 2**20)
     ]
     # What merges them has all in its registers: there are 64 at most.

@@ -26,7 +26,7 @@ from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend
 from vllm_h2o.attention.heads import HeadBudgets
-from vllm_h2o.attention.ops.triton import DecodeScratch, launch
+from vllm_h2o.attention.ops.triton import DecodeScratch, splitting
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.core.plan import RowPlan
@@ -300,11 +300,11 @@ def test_scratch_is_small_at_the_settings_that_vllm_defaults_to(name, monkeypatc
 
     The richest head has all tokens, and a layer three times the average.
     """
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(splitting, "num_sms", lambda device: 132)
     layers, heads, kv_heads, head_size = SHAPES[name]
     budget = 26224
     pool = 60 * 2**30 // (layers * kv_heads * (4 * head_size + 8))
-    slots = launch.slots_with_logits(1024, 3 * kv_heads * budget, pool, 3 * kv_heads)
+    slots = splitting.slots_with_logits(1024, 3 * kv_heads * budget, pool, 3 * kv_heads)
     taken = DecodeScratch.bytes_of(
         1024, heads, kv_heads, head_size, budget, 131072, slots, "cpu"
     )

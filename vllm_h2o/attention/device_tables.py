@@ -7,7 +7,8 @@ for a copy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from vllm_h2o.attention.placements import LayerPlacements
 
-NUM_SIZES = 6
+NUM_SIZES = 8
 """Of a KV head in a placement, see `DeviceTables.sizes`."""
 
 
@@ -35,19 +36,70 @@ class PageLists(NamedTuple):
     state_offsets: torch.Tensor
 
 
-class DeviceTables(NamedTuple):
-    """Budgets by placement and KV head.
+@dataclass(frozen=True, eq=False)
+class DeviceTables:
+    """Budgets by placement and KV head, for the kernels and for who sizes their grids.
 
     Attributes:
-        sizes: `[capacity * num_kv_heads, NUM_SIZES]` int32: budget; heavy slots; the
-            budget before it grew to this one; the budgets of the KV heads of the
-            placement before this one; where its pages begin in `pages`; and the largest
-            of the layer, in this placement and once the request has filled its budget.
+        sizes: `[capacity * num_kv_heads, NUM_SIZES]` int32, of a KV head:
+
+            * 0: budget;
+            * 1: heavy slots;
+            * 2: the budget before it grew to this one;
+            * 3: the budgets of the placement's KV heads before this one, summed;
+            * 4: where its pages begin in `pages`;
+            * 5: the layer's largest budget, in this placement and once the request has
+              filled its budget;
+            * 6 and 7: the KV head that is the i-th when they are ordered by budget, the
+              largest first, where this one is the i-th as they are numbered: its number
+              and its budget.
         pages: None where no head of any layer borrows a page, or leaves one out.
+        budgets: `[num_placements, num_kv_heads]` int64 budgets of the placements that
+            there are, on CPU.
+        richest: `[num_placements, 1]` int64, number 5 of their sizes.
     """
 
     sizes: torch.Tensor
     pages: PageLists | None
+    budgets: npt.NDArray[np.int64]
+    richest: npt.NDArray[np.int64]
+    _most: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def most_splits(self, of_richest: int, least: int, tile: int) -> int:
+        """Splits of all KV heads together, in the placement that has the most.
+
+        Cut as by `split_slots_of` of the Triton kernels.
+
+        Args:
+            of_richest: Splits of the richest head of each placement, at most.
+            least: No split has fewer slots, but for the last of a head.
+            tile: Slots of a split are a multiple of.
+        """
+        key = "splits", of_richest, least, tile
+        if key not in self._most:
+            slots = _cdiv(_cdiv(self.richest, of_richest), tile) * tile
+            self._most[key] = self._count(np.maximum(slots, least), 1)
+        return self._most[key]
+
+    def most_parts(self, part_slots: int, fewest: int) -> int:
+        """Parts of all KV heads together, in the placement that has the most.
+
+        Args:
+            part_slots: Slots of a part.
+            fewest: Parts of a head, at least.
+        """
+        key = "parts", part_slots, fewest
+        if key not in self._most:
+            self._most[key] = self._count(part_slots, fewest)
+        return self._most[key]
+
+    def _count(self, part_slots: npt.NDArray[np.int64] | int, fewest: int) -> int:
+        parts = np.maximum(_cdiv(self.budgets, part_slots), fewest)
+        return int(parts.sum(axis=1).max())
+
+
+def _cdiv(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64] | int) -> Any:
+    return -(a // -b)
 
 
 def device_tables(own: LayerPlacements) -> DeviceTables:
@@ -62,6 +114,8 @@ def device_tables(own: LayerPlacements) -> DeviceTables:
     slots = own.sizes[..., :1]
     sizes[..., :3] = own.sizes
     sizes[..., 3:4] = slots.cumsum(dim=1) - slots
+    sizes[..., 6] = own.order
+    sizes[..., 7] = own.sizes[..., 0].gather(1, own.order)
     lists = _Lists()
     for index in sorted(table.indices(), key=lambda i: -int(slots[i].sum())):
         both = [index, table.filled_index(index)]
@@ -80,7 +134,13 @@ def device_tables(own: LayerPlacements) -> DeviceTables:
             (offsets // item).to(device),
             (offsets // 4).to(device),
         )
-    return DeviceTables(sizes.flatten(0, 1).to(device), of_pages)
+    indices = table.indices()
+    return DeviceTables(
+        sizes.flatten(0, 1).to(device),
+        of_pages,
+        budgets=own.sizes[indices, :, 0].numpy(),
+        richest=sizes[indices, :1, 5].long().numpy(),
+    )
 
 
 class _Lists:

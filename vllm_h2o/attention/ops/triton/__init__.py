@@ -11,14 +11,16 @@ from vllm_h2o.attention.ops.triton.growth import order_rings
 from vllm_h2o.attention.ops.triton.launch import (
     CAPABILITIES,
     FORMS,
-    DecodeScratch,
-    Tuning,
     check_supported,
     decode_resident,
-    slots_with_logits,
 )
 from vllm_h2o.attention.ops.triton.scoring import observe
 from vllm_h2o.attention.ops.triton.selection import select
+from vllm_h2o.attention.ops.triton.splitting import (
+    DecodeScratch,
+    Tuning,
+    slots_with_logits,
+)
 from vllm_h2o.attention.ops.triton.transition import copy_kept, transition
 
 __all__ = [

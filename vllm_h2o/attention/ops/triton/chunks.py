@@ -101,7 +101,8 @@ class StagedHeads(chunks.HeldHeads):
         tile = copied_tokens(head_size)
         assert chunk.resident.is_contiguous()
         held_kernel[(triton.cdiv(most, tile), num_kv_heads)](
-            **page_arguments(pages), **table_arguments(self._params), **staged,
+            **page_arguments(pages),
+            **table_arguments(self._params.device_tables), **staged,
             slots=slots, blocks=chunk.resident, placement=chunk.placement,
             num_tokens=chunk.start, grown_at=chunk.grown_at, most=most,
             BACK=slots is not None, HEAD_SIZE=head_size, BLOCK_SIZE=layout.block_size,

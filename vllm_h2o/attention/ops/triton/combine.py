@@ -8,6 +8,7 @@ import triton.language as tl
 from vllm_h2o.attention.ops.triton.decode import VARYING
 from vllm_h2o.attention.ops.triton.graduate import graduate, write_token
 from vllm_h2o.attention.ops.triton.slots import (
+    head_and_part,
     is_occupied,
     logits_before,
     page_offsets,
@@ -32,7 +33,7 @@ def combine_kernel(
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     UNIT: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Finish the decode step of one row and KV head.
 
@@ -45,26 +46,35 @@ def combine_kernel(
     write: the graduate's in the slot it won, 0 in the new token's. Before its first
     query a row scores nothing: its pages may be others' too.
 
-    Grid `(num_rows, num_kv_heads, max(GROUP, attention tiles))`: program i of a KV
-    head merges its query head i, updates the attention of its tile i of BLOCK_T
-    slots, and program 0 moves the graduate and writes the new token. A row of
-    position -1 is padding: its output is 0 and none of its pages is touched.
+    Grid `(num_rows, num_kv_heads, max(GROUP, attention tiles))`; by head `(num_rows,
+    these summed over KV heads)`, in the placement where the sum is largest. A KV head's
+    program i merges its query head i and updates the attention of its tile i of BLOCK_T
+    slots; program 0 moves the graduate and writes the new token. A row of position -1
+    is padding: its output is 0 and none of its pages is touched.
 
     Reference: graduate, write and attend of ops/reference.py, state equal at
     the end of the step.
     """
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0)
     position = tl.load(positions + row).to(tl.int32)
-    out = output + row.to(tl.int64) * output_strides[0]
-    out += (head * GROUP + part) * output_strides[1]
+    output += row.to(tl.int64) * output_strides[0]
     if position < 0:
-        d = tl.arange(0, BLOCK_D)
+        query_head = tl.program_id(1)
+        if sizes is None:
+            query_head = query_head * GROUP + tl.program_id(2) % GROUP
+        d, out = tl.arange(0, BLOCK_D), output + query_head * output_strides[1]
         nothing = tl.zeros([BLOCK_D], out.dtype.element_ty)
-        tl.store(out + d, nothing, mask=d < tl.where(part < GROUP, HEAD_SIZE, 0))
+        exists = query_head < NUM_KV_HEADS * GROUP
+        tl.store(out + d, nothing, mask=d < tl.where(exists, HEAD_SIZE, 0))
         return
-    entry = 0
+    first_entry = 0
     if sizes is not None:
-        entry = tl.load(placements + row) * NUM_KV_HEADS + head
+        first_entry = tl.load(placements + row) * NUM_KV_HEADS
+    head, part = head_and_part(
+        sizes, first_entry, BLOCK_T, GROUP, NUM_KV_HEADS, BLOCK_H
+    )
+    entry = first_entry + head
+    out = output + (head * GROUP + part) * output_strides[1]
     heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     place = place_of(position, sizes, entry, grown_at, row)
     slot = slot_of(place, heavy, budget)

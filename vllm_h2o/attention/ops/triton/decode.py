@@ -8,6 +8,7 @@ import triton.language as tl
 from vllm_h2o.attention.ops.triton.graduate import NOBODY, find_loser
 from vllm_h2o.attention.ops.triton.quantization import rounded
 from vllm_h2o.attention.ops.triton.slots import (
+    head_and_part,
     is_occupied,
     logits_before,
     page_offsets,
@@ -41,7 +42,7 @@ def attend_kernel(
     PINNED: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_U: tl.constexpr, CANDIDATES: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_H: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Attention of one split of the slots of one row and KV head.
 
@@ -49,12 +50,13 @@ def attend_kernel(
         z[h,s] = scale * q[h] . K[s], soft-capped
         m[h]   = max_s z,  l[h] = sum_s exp(z - m),  o[h] = sum_s exp(z - m) V[s]
 
-    Grid `(num_rows, num_kv_heads, max_splits)`, of the largest budget of a head:
-    programs past a head's own slots return at once, and so do all of a row of
-    position -1, which is padding. What depends on that budget and on the number of
-    rows is no constant: each layer and each batch would compile anew. The GROUP query
-    heads of a KV head share each read of K and V. Writes `m`, `l`, `o` of the split,
-    the logits `z` if the row's query scores, and (split 0) who loses its slot.
+    Grid `(num_rows, num_kv_heads, max_splits)`; by head `(num_rows, splits summed over
+    KV heads)`, in the placement where the sum is largest: programs past a row's own
+    return at once, and so do all of a row of position -1, which is padding. What
+    depends on budgets by head and on the number of rows is no constant: each layer and
+    each batch would compile anew. The GROUP query heads of a KV head share each read
+    of K and V. Writes `m`, `l`, `o` of the split, the logits `z` if the row's query
+    scores, and (split 0) who loses its slot.
 
     Reference: graduate, write and attend of ops/reference.py. Deviations: the
     pages are not written here, because other splits of the head are reading
@@ -64,16 +66,20 @@ def attend_kernel(
     multiplies V. Keys and values in int8 are read as steps: z and exp(z - m) are
     multiplied by their scales.
     """
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0)
     position = tl.load(positions + row).to(tl.int32)
-    entry = 0
+    first_entry = 0
     if sizes is not None:
-        entry = tl.load(placements + row) * NUM_KV_HEADS + head
+        first_entry = tl.load(placements + row) * NUM_KV_HEADS
+    split_slots = split_slots_of(
+        sizes, first_entry, max_splits, least_split, split_slots, tile
+    )
+    head, split = head_and_part(
+        sizes, first_entry, split_slots, 1, NUM_KV_HEADS, BLOCK_H
+    )
+    entry = first_entry + head
     heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     place = place_of(position, sizes, entry, grown_at, row)
-    split_slots = split_slots_of(
-        sizes, entry, max_splits, least_split, split_slots, tile
-    )
     start = split * split_slots
     end = tl.minimum(start + split_slots, tl.minimum(place + 1, budget))
     if start >= end:

@@ -149,7 +149,8 @@ def order_rings(
         shared = {
             **page_arguments(pages),
             **staged_slots(pages, state),
-            **table_arguments(params), "blocks": blocks, "placement": placement,
+            **table_arguments(params.device_tables),
+            "blocks": blocks, "placement": placement,
             "num_tokens": num_tokens, "grown_at": grown_at, "most": most,
             "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
             "HEAVY": layout.heavy_slots, "BUDGET": layout.budget,

@@ -1,4 +1,4 @@
-"""The decode step on CUDA: two kernels and their scratch.
+"""The decode step on CUDA: two kernels.
 
 `attend_kernel` reads the pages split by split, `combine_kernel` merges and
 rewrites what the step changes. Everything the kernels need to know of a step
@@ -8,17 +8,22 @@ captured in a CUDA graph and never waits for the device.
 
 from __future__ import annotations
 
-import functools
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
+from vllm_h2o.attention.device_tables import DeviceTables
 from vllm_h2o.attention.ops import Capability, DecodeParams, ResidentRows
 from vllm_h2o.attention.ops.triton.combine import combine_kernel
 from vllm_h2o.attention.ops.triton.decode import attend_kernel
+from vllm_h2o.attention.ops.triton.splitting import (
+    LEAST_SPLIT,
+    DecodeScratch,
+    num_splits,
+    rows_of,
+    tile_slots,
+)
 from vllm_h2o.attention.pages import Pages
 
 FORMS = frozenset({"sum", "mean"})
@@ -34,158 +39,10 @@ and more than these spill."""
 _COPIED = 8192
 """Elements of K, and of V, that a program holds at once to copy them, or to read a
 gate's word off them."""
-_TILE_BYTES = 8 * 1024
-"""Of K, and of V, per loop step."""
-_PROGRAMS_PER_SM = 4
-_MAX_SPLITS = 64
-_MAX_MERGED = 16384
-"""Elements of the outputs of all splits, which one program has in its registers."""
-_LEAST_SPLIT = 128
-"""Slots: what is shorter is not worth a program of its own."""
 SCORE_TILE = 512
 """Slots whose attention one program updates."""
 CANDIDATE_TILE = 1024
 """Heavy slots that compete at once."""
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How `attend_kernel` cuts its work; the result but for rounding is the same.
-
-    Attributes:
-        num_splits: Splits of the slots; None: as many as fill the device.
-        tile_slots: Slots per loop step; None: by the bytes of a slot.
-        num_warps: Of a program.
-        num_stages: Loop steps in flight. The block ids are read ahead of the K
-            and V that they address.
-    """
-
-    num_splits: int | None = None
-    tile_slots: int | None = None
-    num_warps: int = 4
-    num_stages: int = 2
-
-
-@dataclass(frozen=True)
-class DecodeScratch:
-    """What the kernels of a decode step hand to each other; reused by all layers.
-
-    Attributes:
-        logits: `[logit_slots * query heads of a KV head]` float32, see `allocate`;
-            a row's begin where `ResidentRows.logit_starts` says.
-        outputs: `[max_partials * head_size]` float32, one partial per row,
-            split and query head.
-        maxima: `[max_partials]` float32.
-        sums: `[max_partials]` float32.
-        losers: `[max_rows * num_kv_heads]` int32.
-        leaving_attention: `[max_rows * num_kv_heads]` float32.
-        tuning: What it was allocated for.
-    """
-
-    logits: torch.Tensor
-    outputs: torch.Tensor
-    maxima: torch.Tensor
-    sums: torch.Tensor
-    losers: torch.Tensor
-    leaving_attention: torch.Tensor
-    tuning: Tuning
-
-    @classmethod
-    def allocate(
-        cls,
-        max_rows: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        budget: int,
-        largest_budget: int,
-        device: torch.device,
-        tuning: Tuning | None = None,
-        logit_slots: int | None = None,
-    ) -> DecodeScratch:
-        """Scratch for batches of up to `max_rows` rows.
-
-        KV heads have `budget` slots on average, none more than `largest_budget`; the
-        rows that score have `logit_slots` together, over their KV heads (None: the
-        most that `max_rows` could have).
-        """
-        if logit_slots is None:
-            logit_slots = max_rows * num_kv_heads * largest_budget
-        tuning = tuning or Tuning()
-        partials = _partials(
-            max_rows, num_heads, num_kv_heads, head_size, budget, largest_budget,
-            device, tuning,
-        )  # fmt: skip
-        floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
-        return cls(
-            logits=floats(logit_slots * (num_heads // num_kv_heads)),
-            outputs=floats(partials * head_size),
-            maxima=floats(partials),
-            sums=floats(partials),
-            losers=torch.empty(
-                max_rows * num_kv_heads, dtype=torch.int32, device=device
-            ),
-            leaving_attention=floats(max_rows * num_kv_heads),
-            tuning=tuning,
-        )
-
-    @staticmethod
-    def bytes_of(
-        max_rows: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        budget: int,
-        largest_budget: int,
-        logit_slots: int,
-        device_type: str,
-    ) -> int:
-        """Bytes that `allocate` takes with the default tuning."""
-        device = torch.device(device_type)
-        partials = _partials(
-            max_rows, num_heads, num_kv_heads, head_size, budget, largest_budget,
-            device, Tuning(),
-        )  # fmt: skip
-        words = logit_slots * (num_heads // num_kv_heads) + 2 * max_rows * num_kv_heads
-        return 4 * (words + partials * (head_size + 2))
-
-
-def slots_with_logits(
-    max_rows: int, most_slots: int, pool: int, slots_per_token: float
-) -> int:
-    """Slots of KV heads that all rows that score have together, at most.
-
-    A row that scores owns the blocks of its `min(tokens, budget)` slots on average, so
-    that the pool bounds what all of them have, however many there could be.
-
-    Args:
-        max_rows: Rows of a batch.
-        most_slots: That the KV heads of a row have together.
-        pool: Tokens of all blocks.
-        slots_per_token: That the KV heads of a row have together for a token of its
-            budget.
-    """
-    return min(max_rows * most_slots, math.ceil(pool * slots_per_token))
-
-
-def _partials(
-    max_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    budget: int,
-    largest_budget: int,
-    device: torch.device,
-    tuning: Tuning,
-) -> int:
-    """Most partial outputs of a batch of up to `max_rows` rows."""
-    return num_heads * max(
-        rows
-        * _num_splits(
-            tuning, rows * num_kv_heads, head_size, budget, largest_budget, device
-        )
-        for rows in range(1, max_rows + 1)
-    )
 
 
 def decode_resident(
@@ -233,13 +90,24 @@ def decode_resident(
         apart = num_kv_heads * params.largest_budget
         starts = torch.arange(num_rows, device=query.device) * apart
         assert num_rows * apart * num_heads <= scratch.logits.numel() * num_kv_heads
+    tables = None if rows.placements is None else params.device_tables
     shapes = _shapes(query, num_kv_heads, params, scratch, scored)
+    splits, tile = shapes["max_splits"], shapes["tile"]
+    score_tile = min(SCORE_TILE, triton.next_power_of_2(params.largest_budget))
+    score_tiles = triton.cdiv(layout.budget, score_tile) if scored else 1
+    most_parts = max(shapes["GROUP"], score_tiles)
+    attend_grid: tuple[int, ...] = num_rows, num_kv_heads, splits
+    combine_grid: tuple[int, ...] = num_rows, num_kv_heads, most_parts
+    if tables is not None:
+        most_splits = tables.most_splits(splits, shapes["least_split"], tile)
+        attend_grid = num_rows, most_splits
+        combine_grid = num_rows, tables.most_parts(score_tile, shapes["GROUP"])
     shared = {
         "key": key, "key_strides": key.stride()[:2],
         "value": value, "value_strides": value.stride()[:2],
         **page_arguments(pages),
         "table": rows.block_table, "table_stride": rows.block_table.stride(0),
-        **(NO_TABLES if rows.placements is None else table_arguments(params)),
+        **table_arguments(tables),
         "positions": rows.positions,
         "first_queries": rows.first_queries, "placements": rows.placements,
         "grown_at": None if rows.placements is None else rows.grown_at,
@@ -249,37 +117,32 @@ def decode_resident(
         "losers": scratch.losers, "leaving_attention": scratch.leaving_attention,
         **shapes,
     }  # fmt: skip
-    attend_kernel[(num_rows, num_kv_heads, shapes["max_splits"])](
+    attend_kernel[attend_grid](
         query=query, query_strides=query.stride()[:2],
         scale=params.scale, softcap=params.softcap,
         PINNED=layout.pinned_slots, SOFTCAP=params.softcap > 0.0,
         MEAN=params.fused_form == "mean",
-        BLOCK_S=_tile_slots(scratch.tuning, query),
+        BLOCK_S=tile,
         CANDIDATES=max(1, CANDIDATE_TILE // shapes["BLOCK_U"]),
         num_warps=scratch.tuning.num_warps, num_stages=scratch.tuning.num_stages,
         **shared,
     )  # fmt: skip
-    group = shapes["GROUP"]
-    tile = min(SCORE_TILE, triton.next_power_of_2(params.largest_budget))
-    tiles = triton.cdiv(params.largest_budget, tile) if scored else 1
-    programs = max(group, tiles)
-    combine_kernel[(num_rows, num_kv_heads, programs)](
+    combine_kernel[combine_grid](
         output=output, output_strides=output.stride()[:2],
-        sink_logits=params.sink_logits, score_decay=params.score_decay, BLOCK_T=tile,
-        BLOCK_P=triton.next_power_of_2(shapes["max_splits"]),
+        sink_logits=params.sink_logits, score_decay=params.score_decay,
+        BLOCK_T=score_tile,
+        BLOCK_P=triton.next_power_of_2(splits),
         num_warps=4, **shared,
     )  # fmt: skip
 
 
-NO_TABLES: dict[str, Any] = {"sizes": None, "lists": None}
-"""`table_arguments` where all heads have the same budget."""
+def table_arguments(tables: DeviceTables | None) -> dict[str, Any]:
+    """Kernel arguments that say how placements have their slots.
 
-
-def table_arguments(params: DecodeParams) -> dict[str, Any]:
-    """Kernel arguments that say how placements have their slots."""
-    tables = params.device_tables
+    `tables` are None where all heads have the same budget.
+    """
     if tables is None:
-        return NO_TABLES
+        return {"sizes": None, "lists": None}
     return {"sizes": tables.sizes, "lists": tables.pages and tuple(tables.pages)}
 
 
@@ -321,7 +184,7 @@ def check_supported(
             f"H2O on CUDA needs a head size ({head_size}) of at most {_MAX_HEAD_SIZE} "
             f"and a --block-size ({block_size}), both multiples of 16"
         )
-    most = _rows_of(head_size, _MAX_OUTPUT, _MAX_GROUP)
+    most = rows_of(head_size, _MAX_OUTPUT, _MAX_GROUP)
     if num_heads > most * num_kv_heads:
         raise ValueError(
             f"H2O on CUDA shares a KV head of size {head_size} among at most {most} "
@@ -332,12 +195,7 @@ def check_supported(
 
 def copied_tokens(head_size: int) -> int:
     """Tokens whose K and V a program has at once, so that registers hold them."""
-    return _rows_of(head_size, _COPIED, 32)
-
-
-def _rows_of(head_size: int, elements: int, most: int) -> int:
-    """Heads' rows that as many elements have room for, `most` at most."""
-    return min(most, elements // triton.next_power_of_2(head_size))
+    return rows_of(head_size, _COPIED, 32)
 
 
 def _check_strides(
@@ -367,8 +225,8 @@ def _shapes(
     """The sizes that both kernels share; in capitals what they are compiled for."""
     num_rows, num_heads, head_size = query.shape
     layout, largest = params.layout, params.largest_budget
-    tile = _tile_slots(scratch.tuning, query)
-    splits = _num_splits(
+    tile = tile_slots(scratch.tuning, query)
+    splits = num_splits(
         scratch.tuning, num_rows * num_kv_heads, head_size, layout.budget, largest,
         query.device,
     )  # fmt: skip
@@ -384,51 +242,15 @@ def _shapes(
         "SCORED": scored,
         "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
         "max_splits": splits, "split_slots": split_slots, "tile": tile,
-        "least_split": min(split_slots, _LEAST_SPLIT),
+        "least_split": min(split_slots, LEAST_SPLIT),
         # Tensor cores multiply 16 rows at least.
         "BLOCK_G": max(16, triton.next_power_of_2(group)),
         "BLOCK_D": triton.next_power_of_2(head_size),
         "BLOCK_U": triton.next_power_of_2(unit),
+        "BLOCK_H": triton.next_power_of_2(num_kv_heads),
     }  # fmt: skip
 
 
 def _check_capacity(scratch: DecodeScratch, partials: int, head_size: int) -> None:
     assert partials <= scratch.maxima.numel(), "scratch of fewer rows or splits"
     assert partials * head_size <= scratch.outputs.numel(), "scratch of a smaller head"
-
-
-def _tile_slots(tuning: Tuning, query: torch.Tensor) -> int:
-    if tuning.tile_slots is not None:
-        return tuning.tile_slots
-    row_bytes = triton.next_power_of_2(query.shape[2]) * query.element_size()
-    return min(max(_TILE_BYTES // row_bytes, 16), 128)
-
-
-def _num_splits(
-    tuning: Tuning,
-    items: int,
-    head_size: int,
-    budget: int,
-    largest_budget: int,
-    device: torch.device,
-) -> int:
-    """Splits of the richest head, for a batch of `items` rows times KV heads.
-
-    They are as long as those that cut a head of average budget into as many as fill
-    the device: a rich head has more of them, not longer ones that all others wait for.
-    """
-    if tuning.num_splits is not None:
-        return tuning.num_splits
-    # One more would leave a second wave that hardly fills the device.
-    wanted = _PROGRAMS_PER_SM * num_sms(device) // items
-    of_average = max(1, min(wanted, budget // _LEAST_SPLIT))
-    most = _rows_of(head_size, _MAX_MERGED, _MAX_SPLITS)
-    return min(triton.cdiv(of_average * largest_budget, budget), most)
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors; off CUDA (the interpreter) one."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

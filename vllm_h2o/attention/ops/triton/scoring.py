@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import DecodeParams
-from vllm_h2o.attention.ops.triton.launch import check_supported, num_sms
+from vllm_h2o.attention.ops.triton.launch import check_supported
 from vllm_h2o.attention.ops.triton.slots import page_offsets, soft_capped
+from vllm_h2o.attention.ops.triton.splitting import num_sms
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.methods import State
 

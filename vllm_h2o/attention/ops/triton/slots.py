@@ -45,12 +45,52 @@ def logits_before(sizes, entry, head, position, BUDGET: tl.constexpr):
 
 
 @triton.jit
-def split_slots_of(sizes, entry, max_splits, least, split_slots, tile):
-    """Slots of a split: the richest head of each budget has as many splits.
+def head_and_part(
+    sizes, first_entry, part_slots, fewest,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """`(KV head, which part of its slots)` that this program of a row is for.
+
+    Where all heads have the same budget these are the program's second and third
+    number. By head the second number counts the row's programs: a head has
+    `max(fewest, ceil(budget / part_slots))` of them, and those of heads with larger
+    budgets start first, since they have the longest parts. A program that is one too
+    many gets a part that its head does not have.
+
+    Host side: `DeviceTables.most_splits` and `most_parts`, which count alike.
 
     Args:
         sizes: See above.
-        entry: See above.
+        first_entry: Of the first KV head in the row's placement.
+        part_slots: Slots of a part.
+        fewest: Programs of a head, at least.
+        NUM_KV_HEADS: Of the layer.
+        BLOCK_H: The least power of two that is not below `NUM_KV_HEADS`.
+    """
+    head, part = tl.program_id(1), tl.program_id(2)
+    if sizes is not None:
+        program = head
+        rank = tl.arange(0, BLOCK_H)
+        ranked, exists = sizes + _SIZES * (first_entry + rank) + 6, rank < NUM_KV_HEADS
+        heads = tl.load(ranked, mask=exists, other=0)
+        budgets = tl.load(ranked + 1, mask=exists, other=0)
+        parts = tl.where(exists, tl.maximum(tl.cdiv(budgets, part_slots), fewest), 0)
+        ends = tl.cumsum(parts)
+        mine = (program >= ends - parts) & (program < ends)
+        head = tl.sum(tl.where(mine, heads, 0))
+        part = program - tl.sum(tl.where(mine, ends - parts, 0))
+    return head, part
+
+
+@triton.jit
+def split_slots_of(sizes, entry, max_splits, least, split_slots, tile):
+    """Slots of a split: the richest head of each budget has as many splits.
+
+    Host side: `DeviceTables.most_splits`.
+
+    Args:
+        sizes: See above.
+        entry: Of any KV head of the row's placement.
         max_splits: Of the richest head.
         least: No split has fewer slots, but for the last of a head.
         split_slots: Where all have the same budget.

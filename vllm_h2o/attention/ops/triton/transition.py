@@ -177,5 +177,5 @@ def copy_kept(
         **page_arguments(pages), slots=kept.slots, BLOCK_SIZE=pages.block_size,
         prompt_attention=attention, prompt_attention_stride=attention.stride(0),
         target_blocks=target_blocks, placement=placement,
-        **table_arguments(params), **shared,
+        **table_arguments(params.device_tables), **shared,
     )  # fmt: skip
