@@ -97,6 +97,22 @@ class LoadedModel:
             inputs = self._inputs(model, torch.tensor(ids, device=self.runner.device))
             return model.forward(intermediate_tensors=None, **inputs)
 
+    @functools.cached_property
+    def rotations(self) -> dict[str, Rotation | None]:
+        """How the layers rotate their keys, by name; None: not at all.
+
+        Seen in a pass of the model, since neither its config nor what modules it has
+        says which of them it uses in which layer.
+        """
+        dense_pass, config = DensePass({}, ()), self.vllm_config.model_config
+        (ids, *_) = seeded_texts(config, ANSWERED_TOKENS)
+        self.read(dense_pass, ids)
+        rotations = dense_pass.rotations
+        if has_rotation(config.hf_text_config) and not any(rotations.values()):
+            # Rotated by something else than vLLM's modules.
+            return dict.fromkeys(rotations, Rotation(None))
+        return rotations
+
     def _metadata(self, dense_pass: DensePass) -> dict[str, Any]:
         """The metadata of every attention, by name."""
         modules = self.vllm_config.compilation_config.static_forward_context
@@ -220,22 +236,6 @@ def answers(model: LoadedModel) -> list[float]:
     return [float(f"{x:.4g}") for x in unit.tolist()]
 
 
-def rotations_of(model: LoadedModel) -> dict[str, Rotation | None]:
-    """How the layers rotate their keys, by name; None: not at all.
-
-    Seen in a pass of the model, since neither its config nor what modules it has says
-    which of them it uses in which layer.
-    """
-    dense_pass = DensePass({}, ())
-    (ids, *_) = seeded_texts(model.vllm_config.model_config, ANSWERED_TOKENS)
-    model.read(dense_pass, ids)
-    text = model.vllm_config.model_config.hf_text_config
-    if has_rotation(text) and not any(dense_pass.rotations.values()):
-        # Rotated by something else than vLLM's modules.
-        return dict.fromkeys(dense_pass.rotations, Rotation(None))
-    return dense_pass.rotations
-
-
 def _rotations_to_learn_by(model: LoadedModel) -> dict[str, Rotation | None] | None:
     """None, and said: what the gate would be learned from takes too much memory."""
     layers = model.layers.values()
@@ -248,7 +248,7 @@ def _rotations_to_learn_by(model: LoadedModel) -> dict[str, Rotation | None] | N
             "H2O has no gate: to learn it would take %d MiB", held // 1024**2
         )
         return None
-    return rotations_of(model)
+    return model.rotations
 
 
 def longest_step(vllm_config: VllmConfig) -> tuple[str, int]:

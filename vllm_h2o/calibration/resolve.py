@@ -30,7 +30,6 @@ from vllm_h2o.calibration.measure import (
     LoadedModel,
     longest_step,
     of_first_rank,
-    rotations_of,
 )
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -205,7 +204,6 @@ def gates_of(model: LoadedModel, resolved: Resolved) -> dict[str, LayerGate]:
     assert profile is not None
     names = sorted(model.layers, key=extract_layer_index)
     check_profile(profile, resolved.source, vllm_config, len(names))
-    rotations = rotations_of(model)
     gates = {}
     for name, weights in zip(names, profile.gate_weights(), strict=True):
         impl = model.layers[name].impl
@@ -213,7 +211,7 @@ def gates_of(model: LoadedModel, resolved: Resolved) -> dict[str, LayerGate]:
         own = torch.from_numpy(weights.copy())[own_heads]
         group = impl.num_heads // impl.num_kv_heads
         own = own.to(model.runner.device)
-        gates[name] = LayerGate(own, rotations[name], group)
+        gates[name] = LayerGate(own, model.rotations[name], group)
     return gates
 
 
@@ -232,7 +230,7 @@ def moving_rotations(
     if tokens < ANSWERED_TOKENS:
         why = f"{option} is {tokens}, to see how keys rotate takes {ANSWERED_TOKENS}"
         raise _immovable(why)
-    rotations = rotations_of(model)
+    rotations = model.rotations
     for name, rotation in rotations.items():
         if rotation is None:
             continue

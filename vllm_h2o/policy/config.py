@@ -53,7 +53,8 @@ class H2OConfig:
             those before them (`vllm_h2o.policy.chunks`); 0: prompts are read whole.
         keep: `"end"`: what a compressed request holds when it ends stays in the pool
             until its blocks are needed, and later requests that begin with its tokens
-            may go on from there; `"none"`.
+            may go on from there; `"prompt"`: what it holds when its prompt has been
+            read; `"none"`.
         positions: `"cache"`: keys move up before they are farther back than the model
             was trained for (`vllm_h2o.policy.reach`), so that texts may be longer;
             `"text"`: they stay where they are in the text.
