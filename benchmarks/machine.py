@@ -8,18 +8,22 @@ from pathlib import Path
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SPIN_COUNT = "GOMP_SPINCOUNT"
+THREADS = os.environ.get("OMP_NUM_THREADS")
+"""Engines obey it whatever cores they have; as it was given, since vLLM sets it too."""
 
 
 def hardware() -> str:
-    """Cores that this process may use, CPU model, and GPUs."""
+    """Cores that this process may use, CPU model, OpenMP's limit of threads, GPUs."""
     import torch
 
     gpus = [
         torch.cuda.get_device_name(i)
         for i in range(torch.cuda.device_count())  # 0 without CUDA
     ]
-    cores = len(os.sched_getaffinity(0))
-    return " + ".join([f"{cores} cores of {_cpu_name()}", *gpus])
+    cores = f"{len(os.sched_getaffinity(0))} cores of {_cpu_name()}"
+    if THREADS:
+        cores += f", OMP_NUM_THREADS={THREADS}"
+    return " + ".join([cores, *gpus])
 
 
 def _cpu_name() -> str:

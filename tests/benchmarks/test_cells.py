@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 
+from benchmarks import machine
 from benchmarks.cells import Cell, Contender, run_cell
 from benchmarks.compare import cells_of, parse_args
 from benchmarks.machine import engine_env, threads_bind
@@ -119,6 +120,13 @@ def test_ranks_share_the_cores():
     assert threads_bind([4, 5, 6, 7, 8], 2) == "4,5|6,7"
     with pytest.raises(ValueError, match="--tensor-parallel-size 3"):
         threads_bind([0, 1], 3)
+
+
+def test_a_limit_of_threads_is_said(monkeypatch):
+    monkeypatch.setattr(machine, "THREADS", None)
+    assert "OMP" not in machine.hardware()
+    monkeypatch.setattr(machine, "THREADS", "1")
+    assert ", OMP_NUM_THREADS=1" in machine.hardware()
 
 
 def test_engines_get_stocks_best_settings_unless_the_user_has_set_them(monkeypatch):

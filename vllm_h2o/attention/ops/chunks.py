@@ -11,8 +11,14 @@ from typing import Protocol
 
 import torch
 
-from vllm_h2o.attention.ops.resident import Resident, quantized, scales_of, tokens_of
-from vllm_h2o.attention.ops.types import Chunk, DecodeParams, ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops.resident import (
+    Resident,
+    quantized,
+    rows_of_slots,
+    scales_of,
+    tokens_of,
+)
+from vllm_h2o.attention.ops.types import Chunk, DecodeParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import place_of
@@ -198,10 +204,7 @@ class HeldHeads:
 
     def __init__(self, pages: Pages, chunk: Chunk, params: DecodeParams) -> None:
         """Look at all heads."""
-        counts = torch.tensor([chunk.start, chunk.scored_from, chunk.placement])
-        position, first_query, placement = counts[:, None]
-        blocks = chunk.resident[None]
-        rows = ResidentRows(blocks, position, first_query, placements=placement)
+        rows = rows_of_slots(chunk.resident, chunk.placement)
         self.heads = [
             HeldHead(pages, chunk, head, params, Resident(pages, rows, 0, head, params))
             for head in range(pages.keys.shape[1])

@@ -12,7 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vllm_h2o.attention.ops.chunks import compress_chunk, move_keys, read_on
 from vllm_h2o.attention.ops.contract import Capability
-from vllm_h2o.attention.ops.resident import Resident, quantized, tokens_of
+from vllm_h2o.attention.ops.resident import (
+    Resident,
+    quantized,
+    rows_of_slots,
+    tokens_of,
+)
 from vllm_h2o.attention.ops.types import (
     DecodeParams,
     Kept,
@@ -139,7 +144,7 @@ def copy_kept(
     """
     pages, state, params = layer.pages, layer.state, layer.params
     blocks = source_blocks.long()
-    rows = _rows_of_slots(target_blocks, placement)
+    rows = rows_of_slots(target_blocks, placement)
     merges = None
     if params.merge:
         merges = merge_dropped(layer.source, blocks, kept, state)
@@ -173,12 +178,6 @@ def order_rings(
     for layer in layers:
         for head in range(layer.pages.keys.shape[1]):
             Resident(layer.pages, rows, 0, head, layer.params).order_ring()
-
-
-def _rows_of_slots(blocks: torch.Tensor, placement: int) -> ResidentRows:
-    """A request that nothing is asked of but where its slots are."""
-    nowhere, index = torch.tensor([0]), torch.tensor([placement])
-    return ResidentRows(blocks[None], nowhere, nowhere, placements=index)
 
 
 def merge_dropped(
@@ -223,7 +222,7 @@ def put_merged(
     params: DecodeParams,
 ) -> None:
     """Overwrite the values of what was kept; arguments as of `copy_kept`."""
-    rows = _rows_of_slots(target_blocks, placement)
+    rows = rows_of_slots(target_blocks, placement)
     for head, (values, threshold) in enumerate(merges):
         target = Resident(pages, rows, 0, head, params)
         if values is not None:

@@ -44,6 +44,12 @@ def _part(pages: Pages, what: str) -> torch.Tensor:
     return pages.state[what] if what in pages.state else getattr(pages, what)
 
 
+def rows_of_slots(blocks: torch.Tensor, placement: int) -> ResidentRows:
+    """A request that nothing is asked of but where its slots are."""
+    nowhere, index = torch.tensor([0]), torch.tensor([placement])
+    return ResidentRows(blocks[None], nowhere, nowhere, placements=index)
+
+
 class Resident:
     """The slots of one request in one KV head."""
 
