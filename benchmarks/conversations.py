@@ -61,7 +61,9 @@ def main(argv: list[str] | None = None) -> None:
                 "[{:+.3f}, {:+.3f}]".format(*mine["loss_interval"])
             )
         print(" | ".join(shown), flush=True)
-    write_json(args, turns=turns, samples=samples)
+    overall = whole_conversations(samples)
+    print("all turns, nats per token over `full`:", json.dumps(overall))
+    write_json(args, turns=turns, overall=overall, samples=samples)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -94,6 +96,22 @@ def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
             "loss_interval": interval(deltas),
         }
     return turn
+
+
+def whole_conversations(samples: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """What answers of all turns lose: the mean of the texts, and both ends of its
+    interval, of `continue` and `again` over `full`, and of `again` over `continue`."""
+    found = {}
+    names = sorted({x["text"] for x in samples})
+    for way, other in ((CONTINUE, FULL), (AGAIN, FULL), (AGAIN, CONTINUE)):
+        deltas = [
+            statistics.mean(
+                x[way]["loss"] - x[other]["loss"] for x in samples if x["text"] == name
+            )
+            for name in names
+        ]
+        found[f"{way} over {other}"] = [statistics.mean(deltas), *interval(deltas)]
+    return found
 
 
 def measure(job: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.long_texts --after 8000 65536 --budget 1024 --chunk 2048
 
-The same tokens follow, forced, on more and more of what comes before them. `cache`:
-keys move up (`--h2o-positions cache`); `text`: they stay where they are in the text,
-and vLLM's tables are lengthened all the same.
+The same tokens follow, forced, on more and more of what comes before them: those of
+the text from `--begin` on, whatever else a run measures. `cache`: keys move up
+(`--h2o-positions cache`); `text`: they stay where they are in the text, and vLLM's
+tables are lengthened all the same.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Lengths in tokens."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--after", nargs="+", type=int, default=[8000, 65536])
+    parser.add_argument("--begin", type=int, default=65536, help="of what is forced")
     parser.add_argument("--policies", nargs="+", default=["streaming"])
     ways = (CACHE, TEXT)
     parser.add_argument("--positions", nargs="+", default=ways, choices=ways)
@@ -73,7 +75,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="", help="folder; SmolLM2 without it")
     default = Path("benchmarks/results/long_texts.json")
     parser.add_argument("--output", type=Path, default=default)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if max(args.after) > args.begin:
+        parser.error(f"--after {max(args.after)} are more than come before --begin")
+    return args
 
 
 def losses(job: dict[str, Any]) -> list[list[float]]:
@@ -81,8 +86,8 @@ def losses(job: dict[str, Any]) -> list[list[float]]:
     from vllm import LLM
 
     model = job["model"] or str(ensure_model())
-    most, answer = max(job["after"]), job["answer"]
-    longest = most + answer + 1
+    answer = job["answer"]
+    longest = max(job["after"]) + answer + 1
     held = job["chunk"] + 2 * job["budget"]
     how: dict[str, Any] = {"h2o_positions": job["positions"]}
     if job["positions"] == TEXT:
@@ -103,7 +108,7 @@ def losses(job: dict[str, Any]) -> list[list[float]]:
         **ENGINE_ARGS,
     )
     source = prompt_source(SOTU, model, 0)
-    ends = [most + _STRIDE * number for number in range(job["texts"])]
+    ends = [job["begin"] + _STRIDE * number for number in range(job["texts"])]
     assert ends[-1] + answer <= len(source), "use fewer texts, or shorter ones"
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,9 @@ from pathlib import Path
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SPIN_COUNT = "GOMP_SPINCOUNT"
 THREADS = os.environ.get("OMP_NUM_THREADS")
-"""Engines obey it whatever cores they have; as it was given, since vLLM sets it too."""
+"""Engines in this process obey it, whatever cores they have.
+
+As it was given, since vLLM sets it too."""
 
 
 def hardware() -> str:

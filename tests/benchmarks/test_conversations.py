@@ -10,6 +10,7 @@ from benchmarks.conversations import (
     WAYS,
     parse_args,
     summary,
+    whole_conversations,
 )
 
 
@@ -37,6 +38,24 @@ def test_a_turn_is_told_beside_the_full_caches():
     low, high = turn[CONTINUE]["loss_interval"]
     assert low == pytest.approx(0.0) and high == pytest.approx(0.2)
     assert turn[FULL]["loss_delta_nats"] == 0
+
+
+def test_whole_conversations_are_told_by_text():
+    def sample(text, full, again, going_on):
+        losses = {FULL: full, AGAIN: again, CONTINUE: going_on}
+        return {"text": text} | {way: {"loss": loss} for way, loss in losses.items()}
+
+    told = whole_conversations(
+        [
+            sample("a", 2.0, 2.2, 2.1),
+            sample("b", 1.0, 1.4, 1.3),
+            sample("a", 2.0, 2.4, 2.1),
+            sample("b", 1.0, 1.2, 1.5),
+        ]
+    )
+    assert told["again over full"] == pytest.approx([0.3, 0.3, 0.3])
+    assert told["continue over full"] == pytest.approx([0.25, 0.1, 0.4])
+    assert told["again over continue"][0] == pytest.approx(0.05)
 
 
 def test_texts_have_to_be_given(capsys):

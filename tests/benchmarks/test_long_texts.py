@@ -16,3 +16,10 @@ def test_positions_are_those_of_the_option(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--positions", "near"])
     assert "'text'" in capsys.readouterr().err
+
+
+def test_what_is_forced_does_not_depend_on_what_comes_before(capsys):
+    assert parse_args(["--after", "7000"]).begin == parse_args([]).begin
+    with pytest.raises(SystemExit):
+        parse_args(["--after", "70000"])
+    assert "--after 70000 are more than come before --begin" in capsys.readouterr().err

@@ -50,9 +50,8 @@ class DeviceTables:
             * 4: where its pages begin in `pages`;
             * 5: the layer's largest budget, in this placement and once the request has
               filled its budget;
-            * 6 and 7: the KV head that is the i-th when they are ordered by budget, the
-              largest first, where this one is the i-th as they are numbered: its number
-              and its budget.
+            * 6 and 7: number and budget of the KV head that has the i-th largest budget
+              of the placement, in the place of head i.
         pages: None where no head of any layer borrows a page, or leaves one out.
         budgets: `[num_placements, num_kv_heads]` int64 budgets of the placements that
             there are, on CPU.
@@ -65,19 +64,19 @@ class DeviceTables:
     richest: npt.NDArray[np.int64]
     _most: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
-    def most_splits(self, of_richest: int, least: int, tile: int) -> int:
+    def most_splits(self, max_splits: int, least: int, tile: int) -> int:
         """Splits of all KV heads together, in the placement that has the most.
 
         Cut as by `split_slots_of` of the Triton kernels.
 
         Args:
-            of_richest: Splits of the richest head of each placement, at most.
+            max_splits: Of the richest head of each placement.
             least: No split has fewer slots, but for the last of a head.
             tile: Slots of a split are a multiple of.
         """
-        key = "splits", of_richest, least, tile
+        key = "splits", max_splits, least, tile
         if key not in self._most:
-            slots = _cdiv(_cdiv(self.richest, of_richest), tile) * tile
+            slots = _cdiv(_cdiv(self.richest, max_splits), tile) * tile
             self._most[key] = self._count(np.maximum(slots, least), 1)
         return self._most[key]
 

@@ -94,13 +94,14 @@ def decode_resident(
     shapes = _shapes(query, num_kv_heads, params, scratch, scored)
     splits, tile = shapes["max_splits"], shapes["tile"]
     score_tile = min(SCORE_TILE, triton.next_power_of_2(params.largest_budget))
-    score_tiles = triton.cdiv(layout.budget, score_tile) if scored else 1
-    most_parts = max(shapes["GROUP"], score_tiles)
-    attend_grid: tuple[int, ...] = num_rows, num_kv_heads, splits
-    combine_grid: tuple[int, ...] = num_rows, num_kv_heads, most_parts
-    if tables is not None:
-        most_splits = tables.most_splits(splits, shapes["least_split"], tile)
-        attend_grid = num_rows, most_splits
+    attend_grid: tuple[int, ...]
+    combine_grid: tuple[int, ...]
+    if tables is None:
+        score_tiles = triton.cdiv(layout.budget, score_tile) if scored else 1
+        attend_grid = num_rows, num_kv_heads, splits
+        combine_grid = num_rows, num_kv_heads, max(shapes["GROUP"], score_tiles)
+    else:
+        attend_grid = num_rows, tables.most_splits(splits, shapes["least_split"], tile)
         combine_grid = num_rows, tables.most_parts(score_tile, shapes["GROUP"])
     shared = {
         "key": key, "key_strides": key.stride()[:2],
