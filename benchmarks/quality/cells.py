@@ -107,7 +107,10 @@ def run_apart(cell: Cell) -> Rows:
     Raises:
         subprocess.CalledProcessError: It failed; its traceback is on stderr.
     """
-    env = {} if _POOL_GIB in os.environ else {_POOL_GIB: "2"}
+    # With a worker in this process no other one waits for it at full load.
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if _POOL_GIB not in os.environ:
+        env[_POOL_GIB] = "2"
     if cell.policy in PRESETS:
         config = replace(PRESETS[cell.policy], **cell.options)
         if fused_form_of(config.method) is None:

@@ -89,6 +89,7 @@ class Engine:
             max_model_len=cell.max_model_len or cell.context_tokens + 64,
             enable_prefix_caching=False,
             logits_processors=[processor()],
+            distributed_executor_backend="uni",
             **ENGINE_ARGS | ({"dtype": cell.dtype} if cell.dtype else {}),
             **h2o,
         )

@@ -32,7 +32,7 @@ def test_the_parts_are_joined_in_order(packages):
 def test_another_sum_is_refused(packages):
     part = packages / f"{gemma3._MODULE}_part2" / "data" / "model.gguf.part01"
     part.write_bytes(b"2 ")
-    with pytest.raises(ValueError, match="model.gguf do not have the sum"):
+    with pytest.raises(ValueError, match="parts of model.gguf have the SHA-256"):
         gemma3._join(packages)
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vllm_h2o.calibration.gate_fit import Examples, Lessons
+from tests.reference import gate_by_transformers
+from vllm_h2o.calibration.gate_fit import RIDGE, Examples, total
 from vllm_h2o.policy.gate import expected, features
 from vllm_h2o.policy.rotation import Rotation
 
@@ -50,14 +51,40 @@ def test_the_gate_finds_what_was_planted():
     """In one piece or in two, and says how well on tokens that it has not seen."""
     x, attention, weights = planted(4000, 0)
     whole = Examples.of(x, attention)
-    parts = Examples.of(x[:, :1500], attention[:, :1500])
-    parts += Examples.of(x[:, 1500:], attention[:, 1500:])
+    pieces = slice(None, 1500), slice(1500, None)
+    parts = total([Examples.of(x[:, each], attention[:, each]) for each in pieces])
     found = whole.weights()
     torch.testing.assert_close(parts.weights(), found, rtol=1e-3, atol=1e-4)
-    # The ridge shares out what logarithms and the constant have in common.
-    torch.testing.assert_close(found[:, :16], weights[:, :16], rtol=0, atol=0.003)
+    # Of features that tell nothing of each other all shrink alike.
+    shrunk = weights[:, :16] / (1 + RIDGE)
+    torch.testing.assert_close(found[:, :16], shrunk, rtol=0, atol=0.003)
     unseen = Examples.of(*planted(4000, 1)[:2])
-    assert (unseen.explained(found) > 0.98).all()
+    assert (unseen.explained(found) > 0.97).all()
+
+
+def test_the_ridge_is_over_standardized_features():
+    """Also of keys whose mean is eighty times what varies about it."""
+    x, attention, _ = planted(2000, 0, noise=0.5)
+    x[..., 3] = 8.0 + 0.1 * x[..., 3]
+    found = Examples.of(x, attention).weights()
+    for head in range(2):
+        roots = attention[head] ** 0.25
+        expected = gate_by_transformers.weights([(x[head], roots)]).float()
+        torch.testing.assert_close(found[head], expected, rtol=0.02, atol=1e-3)
+    assert found[:, 3].abs().min() > 0.1
+
+
+def test_a_feature_that_never_varies_has_no_say():
+    x, attention, _ = planted(1000, 0)
+    found = Examples.of(x, attention).weights()
+    for value in (0.0, 3.0):
+        x[..., 5] = value
+        weights = Examples.of(x, attention).weights()
+        assert weights.isfinite().all() and weights[:, 5].abs().max() < 0.2
+        others = [i for i in range(19) if i != 5]
+        torch.testing.assert_close(
+            weights[:, others], found[:, others], rtol=0.1, atol=0.01
+        )
 
 
 def test_what_is_explained_is_a_share_of_the_variance():
@@ -85,20 +112,6 @@ def test_heads_that_tell_all_tokens_alike_are_not_explained():
         other = Examples.of(x, attention * 1.5)
         explained = other.explained(examples.weights())
         assert explained[1] == 0.0 and explained.dtype == torch.float32
-
-
-def test_lessons_of_texts_are_tested_on_the_last():
-    texts = [Examples.of(*planted(1000, seed)[:2]) for seed in range(3)]
-    lessons = Lessons()
-    assert lessons.result() is None
-    lessons.add(texts[:1])
-    assert lessons.result() is None
-    for text in texts[1:]:
-        lessons.add([text])
-    (weights,), (explained,) = lessons.result()
-    learned = texts[0] + texts[1]
-    assert torch.equal(weights, (learned + texts[2]).weights())
-    assert torch.equal(explained, texts[2].explained(learned.weights()))
 
 
 def test_rotations_that_are_not_known_tell_nothing():

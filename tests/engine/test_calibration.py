@@ -1,8 +1,8 @@
 """An engine that measures its own heads."""
 
-import functools
 import json
 import logging
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import vllm.logger
 from safetensors.torch import load_file, save_file
 
 from benchmarks.smollm2 import ensure_model
-from tests.engine.helpers import engine, generate, outcome
+from tests.engine.helpers import engine, generate, outcome, scheduler
 from tests.engine.tiny_models import (
     ROTATES_ALL_HEADS,
     random_prompts,
@@ -25,10 +25,14 @@ from tests.reference import gate_by_transformers
 from tests.reference.heads_by_transformers import measure
 from vllm_h2o.calibration import head_profiles
 from vllm_h2o.calibration import measure as measuring
-from vllm_h2o.calibration.measure import seeded_texts
+from vllm_h2o.calibration.gate_fit import Examples
+from vllm_h2o.calibration.loaded_model import LoadedModel
 from vllm_h2o.calibration.texts import digest
+from vllm_h2o.calibration.token_ids import seeded_texts
 from vllm_h2o.core.cache import cache_root
-from vllm_h2o.policy.profile import HeadProfile, gate_in_json
+from vllm_h2o.core.settings import most_seconds
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
+from vllm_h2o.policy.trials import SHARES, Way
 
 pytestmark = pytest.mark.engine
 
@@ -87,7 +91,8 @@ def logged(caplog):
 @pytest.mark.parametrize(
     "save",
     [
-        *(save_llama, save_trinity, save_lfm2, save_gpt_oss),
+        *(save_llama, save_trinity, save_lfm2),
+        pytest.param(save_gpt_oss, marks=pytest.mark.slow),
         pytest.param(save_hybrid, marks=pytest.mark.slow),
     ],
 )
@@ -100,20 +105,19 @@ def test_curves_are_those_of_transformers_and_heads_get_budgets_by_them(tmp_path
         (profile,) = llm.collective_rpc("h2o_profile")
         texts = seeded_texts(llm.llm_engine.model_config, MAX_MODEL_LEN)
         _, survivors = outcome(llm, random_prompts(700)[0], 8)
+        by_head = "heads by profile: " in scheduler(llm)._spec.h2o.chosen
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = measure(theirs, texts, "tiny")
     assert profile.grid_tokens == expected.grid_tokens
     assert profile.context_tokens == MAX_MODEL_LEN
     found, wanted = (torch.tensor(p.errors) for p in (profile, expected))
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-7)
-    assert len({len(head) for layer in survivors for head in layer}) > 1
+    assert (len({len(head) for layer in survivors for head in layer}) > 1) == by_head
 
 
-def test_the_gate_is_that_of_transformers(llama, monkeypatch):
+def test_the_gate_is_that_of_transformers(llama):
     from transformers import AutoModelForCausalLM
 
-    # A model of random weights can not be told much of.
-    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", float("-inf"))
     with engine(llama, **OPTIONS) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
         texts = seeded_texts(llm.llm_engine.model_config, MAX_MODEL_LEN)
@@ -130,27 +134,63 @@ def test_the_gate_is_that_of_transformers(llama, monkeypatch):
             torch.testing.assert_close(
                 found[layer, head], expected, rtol=0.02, atol=2e-4
             )
-            *others, last = parts
-            weight = gate_by_transformers.weights(others)
-            r2.append(gate_by_transformers.explained(weight, last))
+            for left_out, part in enumerate(parts):
+                others = parts[:left_out] + parts[left_out + 1 :]
+                weight = gate_by_transformers.weights(others)
+                r2.append(max(gate_by_transformers.explained(weight, part), 0.0))
     assert profile.gate["explained"] == pytest.approx(sum(r2) / len(r2), abs=1e-3)
 
 
-def test_a_real_model_gets_a_gate_and_one_of_random_weights_none(
-    llama, logged, monkeypatch
-):
-    """It says why. Of attention without a pattern a fifth is told by a token's age."""
-    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", 0.5)
-    with engine(llama, **OPTIONS) as llm:
+REAL = OPTIONS | {"skip_tokenizer_init": False, "max_model_len": 512}
+"""SmolLM2 reads four texts of 512 tokens, as far as they are more than its budget."""
+
+
+def chosen():
+    """What SmolLM2 goes by after it has measured itself, and why."""
+    with engine(ensure_model(), **REAL) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
-    assert profile.gate is None
-    (said,) = [text for level, text in logged() if text.startswith("H2O has no gate")]
-    assert "of use from 0.5" in said
-    options = OPTIONS | {"skip_tokenizer_init": False, "max_model_len": 512}
-    with engine(ensure_model(), **options) as llm:
-        (profile,) = llm.collective_rpc("h2o_profile")
+        return profile, scheduler(llm)._spec.h2o
+
+
+def test_a_real_model_goes_by_its_gate_and_its_profile():
+    profile, config = chosen()
     assert profile.gate_weights().shape == (30, 3, 2 * 64 + 4)
     assert profile.gate["explained"] > 0.5
+    assert config.gated
+    said = "gate and heads by profile: of texts that were left out, times the least"
+    assert config.chosen.startswith(said)
+
+
+def test_a_gate_that_loses_more_than_attention_is_not_used(monkeypatch):
+    """One that knows nothing."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weights(examples):
+        return torch.randn(examples.targets.shape, generator=generator)
+
+    monkeypatch.setattr(Examples, "weights", weights)
+    profile, config = chosen()
+    assert profile.gate is not None
+    assert config.prompt_score == "attention"
+    assert config.chosen.startswith("attention and heads by profile: of texts")
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+def test_heads_are_alike_where_a_profile_loses_more(llama, tmp_path, by_head):
+    """As a file beside the weights says; one that is asked for by name is used."""
+    model = copied(llama, tmp_path)
+    lost = {True: [[1.0, 2.0]] * len(SHARES), False: [[3.0, 1.0]] * len(SHARES)}
+    trials = {Way("attention", way).name: lost[way == by_head] for way in (True, False)}
+    errors = [[[layer + 1.0, 0.1]] * 4 for layer in range(4)]
+    HeadProfile([16, 512], errors, trials={"lost": trials}).save(model / FILE_NAME)
+    file = {"h2o_head_budgets": str(model / FILE_NAME)}
+    for asked, differ in ((AUTO, by_head), (file, True)):
+        with engine(model, **(OPTIONS | asked)) as llm:
+            said = scheduler(llm)._spec.h2o.chosen
+            _, survivors = outcome(llm, random_prompts(700)[0], 8)
+        assert ("attention and heads by profile:" in said) == differ
+        sizes = {len(head) for layer in survivors for head in layer}
+        assert (len(sizes) > 1) == differ
 
 
 def test_a_model_with_a_tokenizer_reads_texts(tmp_path, cache):
@@ -197,24 +237,21 @@ def test_auto_measures_once(llama, measured, cache, tmp_path, monkeypatch):
 
 def test_a_gate_is_measured_where_the_cache_has_none(llama, cache, monkeypatch):
     """And where there is none to be had, the engine says so and does not start."""
-    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", 0.99)
-    assert errors_of(llama, **AUTO).numel()
-    (file,) = cache.iterdir()
-    assert json.loads(file.read_text())["profile"]["gate"] is None
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "MOST_BYTES", 0)
+        assert errors_of(llama, **AUTO).numel()
+        (file,) = cache.iterdir()
+        assert json.loads(file.read_text())["profile"]["gate"] is None
     gated = OPTIONS | AUTO | {"kv_policy": "gate"}
-    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", float("-inf"))
     with engine(llama, **gated) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
     assert profile.gate is not None
-    assert json.loads(file.read_text())["profile"]["gate"] == profile.gate
-    # Measuring anew without learning one leaves it there.
-    monkeypatch.setattr(measuring, "LEAST_EXPLAINED", 0.99)
-    assert errors_of(llama).numel()
     assert json.loads(file.read_text())["profile"]["gate"] == profile.gate
     # A budget that holds the longest request needs none.
     with engine(llama, **(gated | {"h2o_budget": MAX_MODEL_LEN})) as llm:
         assert len(generate(llm, random_prompts(40), 4)[0]) == 4
     file.unlink()
+    monkeypatch.setattr(measuring, "MOST_BYTES", 0)
     short = "--max-num-batched-tokens"
     for options, why, fix in (
         (
@@ -238,67 +275,80 @@ def must_not_measure(*_, **__):
     raise AssertionError("measured what the cache has")
 
 
-@pytest.mark.parametrize("case", ["unwritable", "hurried", "slow", "broken"])
+@pytest.mark.parametrize("case", ["unwritable", "broken"])
 def test_auto_starts_where_it_can_not_measure_or_keep(
-    llama, measured, cache, tmp_path, monkeypatch, logged, case
+    llama, measured, cache, tmp_path, logged, case
 ):
     model = llama
     if case == "unwritable":
         cache.write_text("no folder")
-    elif case == "hurried":
-        hurried = functools.partial(measuring.measure, seconds=0.0)
-        monkeypatch.setattr(head_profiles, "measure", lambda *args, **_: hurried(*args))
-    elif case == "slow":
-        monkeypatch.setattr(head_profiles, "MOST_SECONDS", 1e-9)
     else:
         model = without_output(llama, tmp_path)
     with engine(model, **(OPTIONS | AUTO)) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
         generate(llm, random_prompts(700), 8)
-    said, level = {
-        "unwritable": ("set VLLM_H2O_CACHE", "WARNING"),
-        "hurried": ("1 texts of 1024", "INFO"),
-        "slow": ("would take over", "WARNING"),
-        "broken": ("all zero", "WARNING"),
-    }[case]
-    assert {name for name, message in logged() if said in message} == {level}
+    said = {"unwritable": "set VLLM_H2O_CACHE", "broken": "all zero"}[case]
+    assert {name for name, message in logged() if said in message} == {"WARNING"}
     if case == "unwritable":
         assert torch.tensor(profile.errors).equal(measured)
-    elif case == "hurried":
-        assert not torch.tensor(profile.errors).equal(measured)
     else:
-        assert profile is None and not cache.exists()
+        assert profile is None and not [*cache.glob("*.json")]
 
 
-def test_texts_are_as_long_as_there_is_time_for_two():
-    """60 s in all."""
-    for seconds, tokens in ((0.001, 2048), (0.02, 1024), (0.05, 512), (0.06, 0)):
-        assert head_profiles.tokens_in_time(2048, seconds) == tokens
-    assert head_profiles.tokens_in_time(700, 0.04) == 700
-    assert head_profiles.tokens_in_time(700, 0.05) == 0
+def test_what_was_cut_short_is_completed(llama, cache, monkeypatch, logged):
+    """By an interrupt, or by a user's limit: no text is read again, and in the end all
+    is as if it had been read at once, bit for bit."""
+    with engine(llama, **OPTIONS) as llm:
+        (whole,) = llm.collective_rpc("h2o_profile")
+    for file in cache.iterdir():
+        file.unlink()
+    real, readings = LoadedModel.read, []
+
+    def read(model, dense_pass, ids):
+        if len(ids) == MAX_MODEL_LEN:
+            readings.append(ids)
+            if len(readings) == 3:
+                raise KeyboardInterrupt
+        return real(model, dense_pass, ids)
+
+    monkeypatch.setattr(LoadedModel, "read", read)
+    with pytest.raises(KeyboardInterrupt), engine(llama, **(OPTIONS | AUTO)):
+        pass
+    (folder,) = cache.iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "read-0.npz",
+        "read-1.npz",
+    ]
+    # A damaged file is read again; a start that has no time reads one text.
+    (folder / "read-1.npz").write_bytes(b"PK")
+    monkeypatch.setenv("VLLM_H2O_CALIBRATE_SECONDS", "0.001")
+    with engine(llama, **(OPTIONS | AUTO)) as llm:
+        (part,) = llm.collective_rpc("h2o_profile")
+    assert part.measured_on.startswith("2 of 4 texts of 1024 random token ids")
+    assert part.gate is None
+    said = [text for level, text in logged() if level == "WARNING"]
+    assert any("VLLM_H2O_CALIBRATE_SECONDS is 0.001: the next start" in x for x in said)
+    assert [*cache.iterdir()] == [folder]
+    monkeypatch.delenv("VLLM_H2O_CALIBRATE_SECONDS")
+    with engine(llama, **(OPTIONS | AUTO)) as llm:
+        assert llm.collective_rpc("h2o_profile") == [whole]
+    assert len(readings) == 4 + 2 + 4, "each text twice; two once more"
+    (file,) = cache.iterdir()
+    assert json.loads(file.read_text())["profile"] == asdict(whole)
 
 
-def test_a_cached_gate_outlives_a_measurement_without_one():
-    def profile(tokens, gate):
-        return HeadProfile([64, 128], [[[0.5, 0.1]]], "", tokens, gate)
-
-    old, new = (gate_in_json([[[weight]]], 0.5) for weight in (1.0, 2.0))
-    both = head_profiles.of_both
-    assert both(None, profile(512, None)) == profile(512, None)
-    assert both(profile(512, old), profile(1024, None)) == profile(1024, old)
-    assert both(profile(1024, None), profile(512, new)) == profile(1024, new)
-    assert both(profile(512, old), profile(512, new)) == profile(512, new)
+def test_a_limit_that_is_no_time_is_refused(monkeypatch):
+    for said in ("0", "-1", "soon", "nan"):
+        monkeypatch.setenv("VLLM_H2O_CALIBRATE_SECONDS", said)
+        with pytest.raises(ValueError, match=f"CALIBRATE_SECONDS is '{said}': use a n"):
+            most_seconds()
 
 
 @pytest.mark.slow
-def test_shorter_texts_are_read_again_when_there_is_time(
-    llama, measured, cache, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(head_profiles, "tokens_in_time", lambda *_: 512)
-        errors = errors_of(llama, **AUTO)
-        assert not errors.equal(measured)
-        assert errors_of(llama, **AUTO).equal(errors)
+def test_longer_texts_are_read_when_a_step_takes_them(llama, measured, cache):
+    errors = errors_of(llama, **AUTO, max_num_batched_tokens=512)
+    assert not errors.equal(measured)
+    assert errors_of(llama, **AUTO, max_num_batched_tokens=512).equal(errors)
     assert errors_of(llama, **AUTO).equal(measured)
     assert len(list(cache.iterdir())) == 1
 
@@ -320,7 +370,9 @@ def test_ranks_that_share_a_head_measure_it_together(tmp_path, monkeypatch):
     assert (errors[..., 0] > errors[..., -1]).all()
 
 
-@pytest.mark.parametrize("save", [save_llama, save_hybrid])
+@pytest.mark.parametrize(
+    "save", [save_llama, pytest.param(save_hybrid, marks=pytest.mark.slow)]
+)
 def test_with_lora_the_base_model_is_measured(tmp_path, save):
     model = save(tmp_path)
     errors = errors_of(model, enable_lora=True, max_lora_rank=8)

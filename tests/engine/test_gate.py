@@ -78,7 +78,7 @@ def test_engine_equals_reference():
     with all the hits that stock takes. The first also in chunks, in the same batch; and
     another turn goes on from what one of them held."""
     model, prompts = DenseLlama(ensure_model()), prompts_of(700, 400, 250)
-    variant = Variant(NUM_QUERIES, 1, "mean", "token", sinks=0)
+    variant = Variant(NUM_QUERIES, 1, "mean", "token")
     wishes = [{"prefill_chunk": 0}] * len(prompts)
     with engine(ensure_model(), **OPTIONS) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")

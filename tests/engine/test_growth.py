@@ -162,7 +162,7 @@ def test_a_request_that_grows_equals_its_dense_reference(
     profile = HeadProfile.load(SMOLLM2_HEADS)
     heads = "auto" if by else "uniform"
     how = {"h2o_observation_window": 64, "h2o_head_budgets": heads}
-    variant, weights = Variant(64, 15, "mean", "token", sinks=0), None
+    variant, weights = Variant(64, 15, "mean", "token"), None
     if by == "gate":
         profile = with_gate(profile)
         profile.save(file := tmp_path / "heads.json")

@@ -212,7 +212,7 @@ def test_beside_others_equals_reference(
 ):
     """In steps of 256 tokens; also of prompts that hit, and after a preemption."""
     folder = save(tmp_path)
-    model, variant = dense_model(folder), Variant(32, 15, "mean", "token", sinks=0)
+    model, variant = dense_model(folder), Variant(32, 15, "mean", "token")
     sizes = Sizes(heavy=64, recent=64, block=block)
     prompts = random_prompts(400, 600, 777, seed=seed)
 

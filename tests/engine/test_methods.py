@@ -148,7 +148,7 @@ def check(
     """In chunks, of a prompt beyond the budget and of one that fills it later; the
     second time they hit the prefix cache. Without a folder it is SmolLM2."""
     monkeypatch.setenv("VLLM_H2O_KERNELS", kernels)
-    variant = Variant(64, 15, score, "token", sinks=0, **rules)
+    variant = Variant(64, 15, score, "token", **rules)
     model = DenseLlama(folder or ensure_model())
     prompts = random_prompts(*lengths, seed=2) if folder else prompts_of(*lengths)
     expected = [

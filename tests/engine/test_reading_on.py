@@ -84,7 +84,7 @@ def test_engine_equals_reference():
     pool that holds none of the longest prompts, and after a preemption."""
     model, prompts = DenseLlama(ensure_model()), prompts_of(393, 320, 140)
     head_class = functools.partial(MovingHead, model)
-    variant = Variant(48, 15, "mean", "token", sinks=0)
+    variant = Variant(48, 15, "mean", "token")
     blocks = allocate(
         HeadProfile.load(SMOLLM2_HEADS).stretched(512, BUDGET),
         BLOCK, BUDGET // BLOCK, 512 // BLOCK, 1,

@@ -141,7 +141,7 @@ def test_budgets_by_head_equal_reference(block):
     sizes = [[own_sizes(n, page) for n in layer] for layer in pages]
     assert len({head.budget for layer in sizes for head in layer}) > 4
     common = Sizes(heavy=BUDGET // 2, recent=BUDGET // 2, block=page)
-    variant = Variant(64, 15, "mean", "token", sinks=0)
+    variant = Variant(64, 15, "mean", "token")
     prompts = prompts_of(230, 300, 700)
     model = DenseLlama(ensure_model())
     expected = [

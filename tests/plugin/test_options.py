@@ -953,6 +953,7 @@ def test_config_reaches_the_engine_config(model_of):
         policy="snapkv",
         budget="25%",
         recent_ratio=0.5,
+        sinks=0,
         observation_window=32,
         pooling=7,
         score="mean",

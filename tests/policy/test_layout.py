@@ -65,9 +65,9 @@ def test_rounding_to_blocks(config, expected):
     "config, expected",
     [
         (H2OConfig(recent_ratio=0.35), (21, 11)),
-        (H2OConfig(recent_ratio=0.99, sinks=4), (4, 28)),
+        (H2OConfig(recent_ratio=0.99), (4, 28)),
         (H2OConfig(recent_ratio=0.01), (31, 1)),
-        (H2OConfig(recent_ratio=0.99), (1, 31)),
+        (H2OConfig(recent_ratio=0.99, sinks=0), (1, 31)),
     ],
 )
 def test_a_single_block_is_shared(config, expected):

@@ -64,12 +64,18 @@ def _of_head(
 
 
 def weights(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """`[F]` of one head, by ridge regression to the examples of several texts."""
-    x = torch.cat([rows for rows, _ in parts]).double()
+    """`[F]` of one head, by ridge regression to the examples of several texts.
+
+    Over standardized features, a tenth of whose number is the penalty; the constant
+    comes last and has none.
+    """
+    x = torch.cat([rows for rows, _ in parts]).double()[:, :-1]
     y = torch.cat([roots for _, roots in parts]).double()
-    products = x.T @ x
-    products += 1e-3 * products.diagonal().mean() * torch.eye(len(products))
-    return torch.linalg.solve(products, x.T @ y)
+    spread = x.std(dim=0, correction=0)
+    z = (x - x.mean(dim=0)) / spread
+    products = z.T @ z + 0.1 * len(z) * torch.eye(z.shape[1])
+    slopes = torch.linalg.solve(products, z.T @ (y - y.mean())) / spread
+    return torch.cat([slopes, (y.mean() - slopes @ x.mean(dim=0))[None]])
 
 
 def explained(weight: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor]) -> float:

@@ -83,7 +83,7 @@ class _Measurement:
         gate = (taken[0].view_as(output) / output)[-OBSERVED:]
         weight = projection.weight.T.unflatten(0, (k.shape[1], -1))
         gram = weight @ weight.transpose(1, 2)
-        layer.changes = head_errors(
+        (layer.changes,) = head_errors(
             q, k, v, gram, scaling, softcap, self.grid, gate=gate, sink_logits=sinks
         )
 

@@ -25,7 +25,7 @@ from vllm_h2o.policy.profile import NO_PROFILE, HeadProfile
 
 logger = init_logger(f"vllm.{__name__}")
 
-VERSION = 4
+VERSION = 5
 """Of a file; models with files of others are measured again."""
 LEAST_COSINE = 0.998
 """Cosine of the answers of one model in two dtypes, at least."""
@@ -74,13 +74,26 @@ def keep(answers: Sequence[float], profile: HeadProfile) -> Path:
         OSError: It can not be written.
     """
     folder = cache_folder()
-    digest = hashlib.sha256(json.dumps(list(answers)).encode()).hexdigest()
-    prefix = _prefix(profile.num_layers, profile.num_kv_heads)
-    path = folder / f"{prefix}{digest[:16]}.json"
+    name = _name(answers, profile.num_layers, profile.num_kv_heads)
+    path = folder / f"{name}.json"
     content = {"version": VERSION, "answers": answers, "profile": asdict(profile)}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content) + "\n")
     return path
+
+
+def progress_folder(
+    answers: Sequence[float], num_layers: int, num_kv_heads: int, num_tokens: int
+) -> Path:
+    """Where what has been read of texts of `num_tokens` is kept until all are read."""
+    name = _name(answers, num_layers, num_kv_heads)
+    return cache_folder() / f"{name}-{num_tokens}.partial"
+
+
+def _name(answers: Sequence[float], num_layers: int, num_kv_heads: int) -> str:
+    """Of a model with exactly these answers."""
+    digest = hashlib.sha256(json.dumps(list(answers)).encode()).hexdigest()
+    return _prefix(num_layers, num_kv_heads) + digest[:16]
 
 
 def _read(path: Path) -> tuple[Sequence[float], HeadProfile | None]:

@@ -18,7 +18,16 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from vllm_h2o.attention.backend import DenseMetadata
 from vllm_h2o.calibration.gate_fit import Examples, examples_of, paid_later
-from vllm_h2o.calibration.sensitivity import OBSERVED, STRIDE, head_errors
+from vllm_h2o.calibration.sensitivity import (
+    LAST,
+    OBSERVED,
+    PAST,
+    STRIDE,
+    Paid,
+    Rule,
+    head_errors,
+)
+from vllm_h2o.policy.gate import expected, features
 from vllm_h2o.policy.rotation import Rotation
 from vllm_h2o.policy.softmax import attention_of
 
@@ -33,10 +42,10 @@ class DensePass(DenseMetadata):
     """One text's attention metadata.
 
     Attributes:
-        errors: By layer name `[num_kv_heads, len(grid)]` float32: this rank's errors,
-            relative as `vllm_h2o.calibration.sensitivity` says, mean over the observed
-            queries.
-        examples: By layer name what the gate learns of this rank's heads.
+        errors: By layer name `[rules, num_kv_heads, len(grid)]` float32: this rank's
+            errors, relative as `vllm_h2o.calibration.sensitivity` says, mean over the
+            observed queries. The rules are `PAST` and `LAST`, or a gate's.
+        examples: By layer name what a gate learns of this rank's heads.
         rotations: By layer name what rotated the keys; None: no module of vLLM's.
     """
 
@@ -45,6 +54,7 @@ class DensePass(DenseMetadata):
         projections: Mapping[str, RowParallelLinear | None],
         grid: Sequence[int],
         rotations: Mapping[str, Rotation | None] | None = None,
+        gates: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Measure the layers that `projections` names.
 
@@ -54,9 +64,11 @@ class DensePass(DenseMetadata):
                 before it, and over the norm of the layer's own output.
             grid: Budgets in tokens.
             rotations: Of these layers, how they rotate their keys (None: not at all);
-                without it there is nothing for the gate to learn.
+                without it there is nothing for a gate to learn.
+            gates: Of these layers, `[num_kv_heads, F]` weights of this rank's heads:
+                what is lost by them is measured, and nothing learned.
         """
-        self._known = rotations
+        self._known, self._gates = rotations, gates
         self._projections, self._grid = projections, grid
         self._changes: dict[str, torch.Tensor] = {}
         self._projected: dict[str, torch.Tensor] = {}
@@ -112,19 +124,22 @@ class DensePass(DenseMetadata):
     ) -> None:
         """Measure a layer, given what its projection takes of its output."""
         gram = _gram(self._projections[name], key.shape[1], output)
+        plain = key
+        if self._known is not None and (known := self._known[name]) is not None:
+            plain = known.undone(key)
+        rules, learns = [PAST, LAST], self._known is not None and self._gates is None
+        if self._gates is not None:
+            rules = [_rule_of(self._gates[name], plain, value)]
         paid: list[list[torch.Tensor]] = []
-        learns = self._known is not None
         self._changes[name] = head_errors(
             query.float(), key.float(), value.float(), gram, impl.scale,
-            float(impl.logits_soft_cap or 0.0), self._grid,
+            float(impl.logits_soft_cap or 0.0), self._grid, rules,
             (lambda scored: paid.append(paid_later(scored, STRIDE)))
             if learns else None,
             _gate(taken.reshape(output.shape), output), _sinks(impl),
         )  # fmt: skip
-        if self._known is not None:
-            known = self._known[name]
-            plain = key if known is None else known.undone(key)
-            self.examples[name] = examples_of(plain, value, paid).cpu()
+        if learns:
+            self.examples[name] = examples_of(plain, value, paid)
 
     def before_rotation(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Remember how the keys are rotated that the next attention gets.
@@ -191,6 +206,25 @@ class DensePass(DenseMetadata):
         """The errors of a layer, relative to `[n, size]`."""
         norm = unit[-OBSERVED:].float().pow(2).sum(dim=-1)
         self.errors[name] = (self._changes.pop(name) / norm).mean(dim=-1)
+
+
+def _rule_of(weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rule:
+    """What a gate keeps of what stands before the observed queries.
+
+    Args:
+        weights: `[num_kv_heads, F]`.
+        key: `[n, num_kv_heads, head_size]` before RoPE.
+        value: `[n, num_kv_heads, head_size_v]`.
+    """
+    past = len(key) - OBSERVED
+    ages = past - torch.arange(past, device=key.device)
+    x = features(key[:past].float(), value[:past].float(), ages)
+    scores = expected(x, weights)
+
+    def score(head: int, paid: Paid) -> torch.Tensor:
+        return scores[head]
+
+    return Rule(score)
 
 
 def _sinks(impl: Any) -> torch.Tensor | None:

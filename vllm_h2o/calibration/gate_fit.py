@@ -1,4 +1,4 @@
-"""How a gate is learned: examples of texts, a ridge regression, and a test.
+"""How a gate is learned: examples of texts, and a ridge regression to them.
 
 `vllm_h2o.policy.gate` has the formula; its weights are fitted here, while texts are
 read to measure the heads.
@@ -6,23 +6,26 @@ read to measure the heads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from vllm_h2o.policy.gate import POWER, features
 
-RIDGE = 1e-3
-"""Of the mean of the diagonal of the normal equations."""
+RIDGE = 0.1
+"""The penalty of a weight, in variances of its feature: as over standardized features,
+so that where keys have a large mean (biases) what varies about it still tells."""
+_LEAST_RIDGE = 1e-6
+"""Of the mean square of all features, beside it, for a feature that never varies."""
 NEWEST = 32
 """Tokens at the end of a prompt that are no examples: they are kept anyway."""
 PROMPTS = 0.375, 0.75
 """Prompt lengths used as examples, as shares of the text."""
 LATER = 0.25
 """Share of the text after a prompt whose queries are its later queries."""
-LEAST_EXPLAINED = 0.2
-"""R^2 on a text that it did not learn from, below which a gate is of no use."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Examples:
     Attributes:
         products: `[num_kv_heads, F, F]` float32.
         targets: `[num_kv_heads, F]` float32, features times the root of the attention.
-        squares: `[num_kv_heads]` float64 sum of the squared roots.
-        sums: `[num_kv_heads]` float64, their sum.
+        squares: `[num_kv_heads]` float32 sum of the squared roots.
+        sums: `[num_kv_heads]` float32, their sum.
         count: How many tokens.
     """
 
@@ -43,27 +46,21 @@ class Examples:
     sums: torch.Tensor
     count: int
 
+    ARRAYS: ClassVar[tuple[str, ...]] = ("products", "targets", "squares", "sums")
+    """The fields that are tensors, in this order."""
+
     @classmethod
     def of(cls, x: torch.Tensor, attention: torch.Tensor) -> Examples:
         """Sum up `[num_kv_heads, n, F]` features and `[num_kv_heads, n]` attention."""
-        root = attention.clamp(min=0.0) ** (1 / POWER)
+        x, root = x.double(), attention.double().clamp(min=0.0) ** (1 / POWER)
         transposed = x.transpose(1, 2)
+        # Summed in float64: a feature's variance may be a millionth of its square.
         return cls(
-            transposed @ x,
-            (transposed @ root[..., None])[..., 0],
-            root.double().square().sum(dim=1),
-            root.double().sum(dim=1),
+            (transposed @ x).float(),
+            (transposed @ root[..., None])[..., 0].float(),
+            root.square().sum(dim=1).float(),
+            root.sum(dim=1).float(),
             x.shape[1],
-        )
-
-    def cpu(self) -> Examples:
-        """In the host's memory."""
-        return Examples(
-            self.products.cpu(),
-            self.targets.cpu(),
-            self.squares.cpu(),
-            self.sums.cpu(),
-            self.count,
         )
 
     def __add__(self, other: Examples) -> Examples:
@@ -77,12 +74,22 @@ class Examples:
         )
 
     def weights(self) -> torch.Tensor:
-        """`[num_kv_heads, F]` float32 that fit them best."""
-        products = self.products.double()
-        size = products.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None]
-        ridge = RIDGE * size * torch.eye(products.shape[1], dtype=torch.float64)
-        found = torch.linalg.solve(products + ridge, self.targets.double()[..., None])
-        return found[..., 0].float()
+        """`[num_kv_heads, F]` float32 that fit them best, where
+
+            mean (w . x - root)^2  +  RIDGE * sum_j variance(x_j) w_j^2
+
+        is the least; the constant, which comes last, has no variance.
+        """
+        products = self.products.double() / self.count
+        squares = products.diagonal(dim1=1, dim2=2)
+        means = products[:, :, -1]
+        variances = (squares - means.square()).clamp(min=0.0)
+        least = _LEAST_RIDGE * squares.mean(dim=1, keepdim=True)
+        ridge = RIDGE * variances + least
+        ridge[:, -1] = 0.0
+        ridge = torch.diag_embed(ridge)
+        targets = self.targets.double()[..., None] / self.count
+        return torch.linalg.solve(products + ridge, targets)[..., 0].float()
 
     def explained(self, weights: torch.Tensor) -> torch.Tensor:
         """`[num_kv_heads]` float32 R^2 of weights `[num_kv_heads, F]` on these tokens.
@@ -92,45 +99,17 @@ class Examples:
         w = weights.double()
         fit = torch.einsum("hf,hfg,hg->h", w, self.products.double(), w)
         cross = (w * self.targets.double()).sum(dim=1)
-        error = self.squares - 2 * cross + fit
-        spread = self.squares - self.sums.square() / self.count
-        varies = spread > 1e-6 * self.squares
+        squares = self.squares.double()
+        error = squares - 2 * cross + fit
+        spread = squares - self.sums.double().square() / self.count
+        varies = spread > 1e-6 * squares
         share = 1 - error / torch.where(varies, spread, 1.0)
         return torch.where(varies, share, 0.0).clamp(0.0, 1.0).float()
 
 
-class Lessons:
-    """Examples of texts, of which the last is for the test."""
-
-    def __init__(self) -> None:
-        """Begin without any."""
-        self._learned: list[Examples] = []
-        self._last: list[Examples] = []
-
-    @torch.inference_mode()
-    def add(self, text: Sequence[Examples]) -> None:
-        """Take in a text's examples, layer by layer."""
-        if self._learned:
-            for i, last in enumerate(self._last):
-                # One by one, so that no second sum of all layers is ever held.
-                self._learned[i] = self._learned[i] + last
-        else:
-            self._learned = self._last
-        self._last = list(text)
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What was learned of all texts, and how well without the last one.
-
-        Returns:
-            `[num_layers, num_kv_heads, F]` weights, `[num_layers, num_kv_heads]` R^2 on
-            the last text of weights learned from the others; None: that takes two.
-        """
-        if not self._learned:
-            return None
-        pairs = [*zip(self._learned, self._last, strict=True)]
-        explained = [last.explained(learned.weights()) for learned, last in pairs]
-        weights = [(learned + last).weights() for learned, last in pairs]
-        return torch.stack(weights), torch.stack(explained)
+def total(examples: Sequence[Examples]) -> Examples:
+    """All of these as one."""
+    return functools.reduce(Examples.__add__, examples)
 
 
 def paid_later(scored: torch.Tensor, stride: int) -> list[torch.Tensor]:
@@ -167,5 +146,4 @@ def examples_of(
         ages = tokens + NEWEST - torch.arange(tokens, device=key.device)
         x = features(key[:tokens].float(), value[:tokens].float(), ages)
         parts.append(Examples.of(x, torch.stack(attention)))
-    first, second = parts
-    return first + second
+    return total(parts)

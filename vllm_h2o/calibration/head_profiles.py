@@ -6,9 +6,7 @@ the cache, and measures what is not there.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,22 +14,24 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_h2o.calibration import cache
-from vllm_h2o.calibration.measure import (
-    ANSWERED_TOKENS,
+from vllm_h2o.calibration.loaded_model import (
     FEWEST_TOKENS,
     LoadedModel,
     answers,
     longest_step,
-    measure,
-    of_first_rank,
-    texts_to_read,
 )
+from vllm_h2o.calibration.measure import measure
+from vllm_h2o.calibration.progress import Progress
+from vllm_h2o.calibration.ranks import of_first_rank
 from vllm_h2o.calibration.texts import MOST_TOKENS
+from vllm_h2o.calibration.token_ids import texts_to_read
 from vllm_h2o.core.settings import (
     CALIBRATE,
+    CALIBRATE_SECONDS,
     h2o_config,
     layout_of,
     longest_request,
+    most_seconds,
     uses_profile_cache,
 )
 from vllm_h2o.policy.config import (
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-MOST_SECONDS = 60
-"""That a start may take longer because `auto` measures."""
 _OFFLINE = "measure elsewhere with python -m vllm_h2o.calibrate and give the file"
 
 
@@ -126,7 +124,8 @@ def profile_at_startup(model: LoadedModel) -> HeadProfile | None:
 def _measured_as_asked(model: LoadedModel) -> HeadProfile:
     try:
         tokens = _asked_tokens(model.vllm_config)
-        profile = measure(model, *texts_to_read(model.vllm_config.model_config, tokens))
+        texts = texts_to_read(model.vllm_config.model_config, tokens)
+        profile, _ = measure(model, *texts)
         if uses_profile_cache():
             _keep(answers(model), profile)
         return profile
@@ -171,9 +170,8 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
     assert config is not None
     found = _found(model, mine, gated=config.prompt_score != ATTENTION)
     enough = found and (found.gate or not config.gated)
-    known = found.context_tokens if found and enough else 0
     asked = _asked_tokens(model.vllm_config)
-    if found and known >= asked:
+    if found and enough and found.context_tokens >= asked:
         return found
     parallel = model.vllm_config.parallel_config
     if parallel.data_parallel_size > 1 or parallel.enable_eplb:
@@ -185,28 +183,20 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
                 _OFFLINE,
             )
         return found
-    tokens = of_first_rank(tokens_in_time(asked, _seconds_per_token(model)))
-    if found and known >= tokens:
-        return found
-    if not tokens:
+    texts, kind = texts_to_read(model.vllm_config.model_config, asked)
+    shape = len(model.layers), model.vllm_config.model_config.get_total_num_kv_heads()
+    progress = Progress(cache.progress_folder(mine, *shape, asked))
+    profile, complete = measure(model, texts, kind, progress, most_seconds())
+    if complete:
+        _keep(mine, profile)
+        progress.clear()
+    else:
         logger.warning_once(
-            "H2O gives all KV heads the same budget: to measure them would take over "
-            "%d s here. Quality is lower; %s, or wait for --h2o-head-budgets measure",
-            MOST_SECONDS, _OFFLINE,
+            "H2O has measured this model by %s, since %s is %g: the next start reads "
+            "on. Quality may be lower until then",
+            profile.measured_on, CALIBRATE_SECONDS, most_seconds(),
         )  # fmt: skip
-        return None
-    texts = texts_to_read(model.vllm_config.model_config, tokens)
-    profile = of_both(found, measure(model, *texts, seconds=MOST_SECONDS))
-    _keep(mine, profile)
     return profile
-
-
-def of_both(found: HeadProfile | None, measured: HeadProfile) -> HeadProfile:
-    """The curves of longer texts, and a gate if either has one."""
-    if found is None:
-        return measured
-    longer = max(measured, found, key=lambda profile: profile.context_tokens)
-    return replace(longer, gate=measured.gate or found.gate)
 
 
 def _found(
@@ -234,40 +224,11 @@ def _found(
     return profile
 
 
-def _seconds_per_token(model: LoadedModel) -> float:
-    """Of reading; not of the first pass, in which much is set up."""
-    start = time.perf_counter()
-    answers(model)
-    return (time.perf_counter() - start) / ANSWERED_TOKENS
-
-
-def tokens_in_time(tokens: int, seconds_per_token: float) -> int:
-    """Tokens of a text such that two can be read in `MOST_SECONDS`.
-
-    Args:
-        tokens: The most, which are halved until there is time.
-        seconds_per_token: That the model takes to read.
-
-    Returns:
-        0 where even `FEWEST_TOKENS` take longer.
-    """
-    while tokens >= FEWEST_TOKENS and 2 * tokens * seconds_per_token > MOST_SECONDS:
-        tokens //= 2
-    return tokens if tokens >= FEWEST_TOKENS else 0
-
-
 def _keep(mine: Sequence[float], profile: HeadProfile) -> None:
-    """Write the profile of a model with these answers to the cache.
-
-    A gate that is known stays, where nothing could be learned this time.
-    """
+    """Write the profile of a model with these answers to the cache."""
     if get_tensor_model_parallel_rank():
         return
     try:
-        if profile.gate is None:
-            shape = profile.num_layers, profile.num_kv_heads
-            known = cache.find(mine, *shape, gated=True)
-            profile = replace(profile, gate=known and known[1].gate)
         logger.info_once("H2O keeps what it measured in %s", cache.keep(mine, profile))
     except OSError as error:
         logger.warning_once(

@@ -24,14 +24,14 @@ from vllm_h2o.calibration.head_profiles import (
     profile_path,
     why_not_measured,
 )
-from vllm_h2o.calibration.measure import (
+from vllm_h2o.calibration.loaded_model import (
     ANSWERED_TOKENS,
     FEWEST_TOKENS,
     LoadedModel,
     longest_step,
-    of_first_rank,
 )
-from vllm_h2o.core.settings import h2o_config
+from vllm_h2o.calibration.ranks import of_first_rank, own_kv_heads
+from vllm_h2o.core.settings import h2o_config, layout_of, longest_request
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.config import (
     ATTENTION,
@@ -46,9 +46,9 @@ from vllm_h2o.policy.gate import num_features
 from vllm_h2o.policy.profile import HeadProfile
 from vllm_h2o.policy.request import RequestLimits
 from vllm_h2o.policy.rotation import Rotation
+from vllm_h2o.policy.trials import Trials, Way
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 logger = init_logger(f"vllm.{__name__}")
@@ -60,16 +60,17 @@ class Resolved:
 
     Attributes:
         config: The policy; its `prompt_score` is not `auto` any more.
-        profile: Of the model's heads; None: all have the same budget, or each request
-            shares it out.
+        profile: Of the model; None: there is none.
         file: Where the profile is from, if it is a user's.
         device: Torch's name of the kind of device.
+        by_head: Whether heads have budgets by the profile.
     """
 
     config: H2OConfig
     device: str
     profile: HeadProfile | None = None
     file: Path | None = None
+    by_head: bool = False
 
     @property
     def source(self) -> str:
@@ -94,8 +95,9 @@ class Resolved:
     def spec(self, spec: H2OAttentionSpec) -> H2OAttentionSpec:
         """The spec of a layer that evicts."""
         spec = replace(spec, h2o=self.config)
-        if self.profile is None:
+        if not self.by_head:
             return spec
+        assert self.profile is not None
         ladder = self.limits(spec).ladder
         budgets = HeadBudgets(self.profile, self.config, ladder, spec.page_slots)
         head, layer = budgets.richest_slots(spec.num_kv_heads)
@@ -130,31 +132,57 @@ def resolve(model: LoadedModel) -> Resolved:
             "H2O has the profile of the heads, after %.1f s: %s",
             time.perf_counter() - start, profile.measured_on,
         )  # fmt: skip
-    if config.prompt_score == AUTO:
-        config = replace(config, prompt_score=_prompt_score(model, config, profile))
-    elif config.gated and not holds_longest(model.vllm_config, config):
+    if config.gated and not holds_longest(model.vllm_config, config):
         _check_gate(model, config, profile)
+    chosen, why = _chosen(model, config, profile)
+    config = replace(config, prompt_score=chosen.rule, chosen=why)
     device = model.vllm_config.device_config.device_type
-    return Resolved(config, device, profile, file)
+    return Resolved(config, device, profile, file, chosen.by_head)
 
 
-def _prompt_score(
+def _chosen(
+    model: LoadedModel, config: H2OConfig, profile: HeadProfile | None
+) -> tuple[Way, str]:
+    """What prompts and budgets go by, of what the user leaves open, and why."""
+    rules, why = [config.prompt_score], ""
+    if config.prompt_score == AUTO:
+        why = _why_by_attention(model, config, profile)
+        rules = [ATTENTION] if why else [GATE, ATTENTION]
+    heads = [False]
+    if profile is not None:
+        heads = [True, False] if config.head_budgets in (AUTO, MEASURE) else [True]
+    ways = [Way(rule, by_head) for rule in rules for by_head in heads]
+    chosen, share = ways[0], _share(model, config)
+    if profile and profile.trials and len(ways) > 1:
+        regrets = Trials(**profile.trials).regrets(ways, share)
+        chosen = next(iter(regrets), chosen)
+        told = ", ".join(f"{x:.2f} by {way.name}" for way, x in regrets.items())
+        told = f"of texts that were left out, times the least loss at worst {told}"
+        why = f"{why}; {told}" if why else told
+    return chosen, f"{chosen.name}: {why}" if why else ""
+
+
+def _share(model: LoadedModel, config: H2OConfig) -> float:
+    """Of the context that is kept, where that is least."""
+    if config.share is not None:
+        return config.share
+    longest = longest_request(model.vllm_config)
+    return layout_of(model.vllm_config, config).budget / longest
+
+
+def _why_by_attention(
     model: LoadedModel, config: H2OConfig, profile: HeadProfile | None
 ) -> str:
-    """What prompts go by where the user leaves it open: the gate, if there is one."""
+    """Why prompts can not go by a gate where the user leaves it open."""
     parallel = model.vllm_config.parallel_config
     if parallel.data_parallel_size > 1 or parallel.enable_eplb:
         # Their ranks may know of different profiles, and their passes belong
         # together: one that made a pass for its gate would wait for the others.
-        why = "with data parallelism or EPLB the gate has to be asked for"
-    elif holds_longest(model.vllm_config, config):
-        why = "nothing is evicted"
-    else:
-        # Ranks on other machines may see other files.
-        why = of_first_rank(_why_no_gate(model, config, profile))
-    by = f"their attention: {why}" if why else "the gate"
-    logger.info_once("H2O compresses prompts by %s", by)
-    return ATTENTION if why else GATE
+        return "with data parallelism or EPLB the gate has to be asked for"
+    if holds_longest(model.vllm_config, config):
+        return "nothing is evicted"
+    # Ranks on other machines may see other files.
+    return of_first_rank(_why_no_gate(model, config, profile))
 
 
 def _why_no_gate(
@@ -251,15 +279,3 @@ def _immovable(why: str) -> ValueError:
         f"h2o_positions (--h2o-positions) is {CACHE!r}, but {why}: use {TEXT!r} and a "
         "--max-model-len that the model was trained for"
     )
-
-
-def own_kv_heads(vllm_config: VllmConfig, count: int) -> slice:
-    """This rank's `count` of the model's KV heads.
-
-    With fewer heads than ranks, neighbouring ranks have the same head.
-    """
-    parallel = vllm_config.parallel_config
-    total = vllm_config.model_config.get_total_num_kv_heads()
-    first = parallel.rank % parallel.tensor_parallel_size * total
-    first //= parallel.tensor_parallel_size
-    return slice(first, first + count)

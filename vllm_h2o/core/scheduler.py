@@ -476,6 +476,7 @@ class H2OScheduler(AsyncScheduler):
         reading = f", reading {config.read}" if config.reads_part else ""
         merging = f", merging {config.merge}s" if config.merges else ""
         rounded = f" in {INT8}" if config.quantizes else ""
+        chosen = f"It goes by {config.chosen}. " if config.chosen else ""
         chunks = ""
         if tokens := chunk_tokens(config.prefill_chunk, most, spec.block_size):
             tokens = min(tokens, self.max_model_len)
@@ -495,9 +496,8 @@ class H2OScheduler(AsyncScheduler):
             f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
             f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
             f"score {config.score}{decay}, "
-            f"{observing}{reading}{merging}. {chunks}After its prompt a request "
-            f"holds at most {most} KV tokens (stock: {self.max_model_len}); "
-            "the pool of "
-            f"{usable} blocks fits {resident} such requests, or "
-            f"{usable // (full * count + others)} full-length ones."
+            f"{observing}{reading}{merging}. {chosen}{chunks}"
+            f"After its prompt a request holds at most {most} KV tokens (stock: "
+            f"{self.max_model_len}); the pool of {usable} blocks fits {resident} such "
+            f"requests, or {usable // (full * count + others)} full-length ones."
         )

@@ -23,6 +23,8 @@ TRAINED_KEY = "h2o_trained_length"
 CALIBRATE = "VLLM_H2O_CALIBRATE"
 """Environment variable; at 0 the cache of head profiles is not used, and
 `head_budgets="auto"` takes files only."""
+CALIBRATE_SECONDS = "VLLM_H2O_CALIBRATE_SECONDS"
+"""Environment variable; see `most_seconds`."""
 _SAID = {
     **dict.fromkeys(("", "1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
@@ -40,6 +42,25 @@ def uses_profile_cache() -> bool:
     if known is None:
         raise ValueError(f"{CALIBRATE} is {shown(said)}: use 0 or 1, or unset it")
     return known
+
+
+def most_seconds() -> float:
+    """How long `head_budgets="auto"` may measure in a start; the next one reads on.
+
+    Raises:
+        ValueError: `VLLM_H2O_CALIBRATE_SECONDS` is no number above 0.
+    """
+    said = os.environ.get(CALIBRATE_SECONDS, "").strip()
+    try:
+        seconds = float(said or "inf")
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0.0:
+        raise ValueError(
+            f"{CALIBRATE_SECONDS} is {shown(said)}: use a number of seconds above 0, "
+            "or unset it"
+        )
+    return seconds
 
 
 def h2o_config(vllm_config: VllmConfig) -> H2OConfig | None:

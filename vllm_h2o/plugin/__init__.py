@@ -29,9 +29,17 @@ def _add_engine_args(module) -> None:
     extend(module)
 
 
+_OUR_VARIABLES = (
+    "VLLM_H2O_CACHE",
+    "VLLM_H2O_CALIBRATE",
+    "VLLM_H2O_CALIBRATE_SECONDS",
+    "VLLM_H2O_KERNELS",
+)
+
+
 def _add_variables(module) -> None:
     """Name what is set of our environment variables: vLLM warns of those that it does
     not know, or refuses them. One that is not set is no part of what it hashes."""
-    for name in ("VLLM_H2O_CACHE", "VLLM_H2O_CALIBRATE", "VLLM_H2O_KERNELS"):
+    for name in _OUR_VARIABLES:
         if name in os.environ:
             module.environment_variables[name] = functools.partial(os.getenv, name)

@@ -181,7 +181,7 @@ def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:
         if not isinstance(spec, H2OAttentionSpec):
             continue
         limits = resolved.limits(spec)
-        if resolved.profile is None and not limits.has_several:
+        if not resolved.by_head and not limits.has_several:
             continue
         # Before and after heads part. Pages: a head has the budget's on average.
         sizes = 2 * len(limits.ladder.budgets) * 4 * NUM_SIZES

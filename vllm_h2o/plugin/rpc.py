@@ -9,8 +9,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.watch import Losses, Recorder, Watch
-from vllm_h2o.calibration.measure import LoadedModel, measure, texts_to_read
-from vllm_h2o.calibration.resolve import Resolved, own_kv_heads
+from vllm_h2o.calibration.loaded_model import LoadedModel
+from vllm_h2o.calibration.measure import measure
+from vllm_h2o.calibration.ranks import own_kv_heads
+from vllm_h2o.calibration.resolve import Resolved
+from vllm_h2o.calibration.token_ids import texts_to_read
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.policy.profile import HeadProfile
 
@@ -48,7 +51,7 @@ class H2OCalls:
         kind = "tokens"
         if texts is None:
             texts, kind = texts_to_read(self.vllm_config.model_config, length)
-        return asdict(measure(self._loaded_model(), texts, kind))
+        return asdict(measure(self._loaded_model(), texts, kind).profile)
 
     def h2o_record(self) -> None:
         """Record what KV heads lose, step by step, from now on."""

@@ -19,7 +19,8 @@ from vllm_h2o.attention.placements import (
 )
 from vllm_h2o.attention.transition import Transitions
 from vllm_h2o.calibration.head_profiles import check_profile
-from vllm_h2o.calibration.resolve import Resolved, own_kv_heads
+from vllm_h2o.calibration.ranks import own_kv_heads
+from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.policy.config import REQUEST
 from vllm_h2o.policy.ladder import Ladder
 
@@ -98,7 +99,7 @@ class Tables:
     def _has_head_budgets(self, builder: H2OMetadataBuilder) -> bool:
         """Whether the heads of a KV cache group have budgets of their own."""
         config, resolved = builder.spec.h2o, self._resolved
-        if resolved.profile is None and config.head_budgets != REQUEST:
+        if not resolved.by_head and config.head_budgets != REQUEST:
             return False
         if len(builder.layer_names) == self._evicting:
             return True

@@ -16,6 +16,7 @@ from vllm_h2o.core.settings import (
     CONFIG_KEY,
     h2o_config,
     layout_of,
+    most_seconds,
     uses_profile_cache,
 )
 from vllm_h2o.plugin.engine_args import (
@@ -49,6 +50,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
         return
     check_version()
     uses_profile_cache()
+    most_seconds()
     _check_classes(vllm_config)
     _drop_idle_window(vllm_config)
     _check_model(vllm_config)
@@ -373,7 +375,7 @@ def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
 
 def _check_text_length(vllm_config: VllmConfig) -> None:
     """Raise ValueError when the texts that measure the heads would be too short."""
-    from vllm_h2o.calibration.measure import FEWEST_TOKENS, longest_step
+    from vllm_h2o.calibration.loaded_model import FEWEST_TOKENS, longest_step
 
     option, length = longest_step(vllm_config)
     if length < FEWEST_TOKENS:

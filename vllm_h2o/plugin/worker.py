@@ -22,7 +22,7 @@ from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.pages import clear_blocks, copy_blocks
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.watch import Recorder
-from vllm_h2o.calibration.measure import LoadedModel
+from vllm_h2o.calibration.loaded_model import LoadedModel
 from vllm_h2o.calibration.resolve import (
     Resolved,
     gates_of,

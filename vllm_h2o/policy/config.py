@@ -58,13 +58,16 @@ class H2OConfig:
         positions: `"cache"`: keys move up before they are farther back than the model
             was trained for (`vllm_h2o.policy.reach`), so that texts may be longer;
             `"text"`: they stay where they are in the text.
+        chosen: What prompts and budgets go by, and why, where the user leaves it open:
+            no option, the engine fills it in.
         trained_length: Tokens of the longest text that the model was trained for, where
             keys move up: no option, the engine fills it in.
         recent_ratio: Share of the budget that the recent window takes, rounded
             to whole blocks, at least one for either part. 1.0: no heavy set,
             only sinks and recent tokens.
-        sinks: First prompt tokens that are never evicted. Scores keep them anyway
-            (docs/benchmarks/quality.md); what has no scores needs them.
+        sinks: First prompt tokens that are never evicted. A softmax puts what it has
+            no use for on them (StreamingLLM, arXiv 2309.17453), in some models half
+            of all attention, which no estimate of a token's attention may miss.
         observation_window: How many of the last prompt queries score the prompt, an
             `int`, or a percentage of the prompt such as `"20%"`; `"all"`: every one.
         pooling: Width (odd) of the max-pool over neighbouring prompt positions
@@ -132,7 +135,7 @@ class H2OConfig:
         "Share of the budget for the most recent tokens, 0 to 1, in whole blocks.",
         float,
     )
-    sinks: int = option(0, "First tokens that are never evicted, in tokens.", int)
+    sinks: int = option(4, "First tokens that are never evicted, in tokens.", int)
     observation_window: int | str = option(
         32,
         "How many of the last prompt queries score the prompt, in tokens, a percentage "
@@ -195,6 +198,7 @@ class H2OConfig:
         "cake and d2o read off its prompt.",
     )
     trained_length: int = 0
+    chosen: str = ""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

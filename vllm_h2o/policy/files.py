@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text in UTF-8 at once, in place of a file that is there.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write bytes, or a text in UTF-8, at once, in place of a file that is there.
 
     What is no regular file, such as a device, is written to as it is.
 
@@ -16,13 +16,14 @@ def write_whole(path: Path, text: str) -> None:
         OSError: The file can not be written; one that was there is unchanged.
     """
     path = path.resolve()
+    content = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_text(text, "utf-8")
+        path.write_bytes(content)
         return
     descriptor, partial = tempfile.mkstemp(prefix=".h2o_", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
         os.chmod(partial, 0o644)
         os.replace(partial, path)
     except BaseException:

@@ -25,7 +25,11 @@ _OF_HEAVY_SET = (
 _OF_SPLIT = ("cake_t1", "cake_t2")
 _OF_ATTENTION = ("observation_window", "pooling")
 _SUMS = H2OConfig(
-    recent_ratio=0.5, score="sum", prompt_score=ATTENTION, head_budgets=UNIFORM
+    recent_ratio=0.5,
+    sinks=0,
+    score="sum",
+    prompt_score=ATTENTION,
+    head_budgets=UNIFORM,
 )
 
 PRESETS: Mapping[str, H2OConfig] = {
@@ -55,6 +59,7 @@ PRESETS: Mapping[str, H2OConfig] = {
         policy="mpcache",
         budget="50%",
         recent_ratio=0.1,
+        sinks=0,
         observation_window="20%",
         pooling=1,
         prompt_score=ATTENTION,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from vllm_h2o.policy.files import write_whole
 from vllm_h2o.policy.options import shortened, shown
+from vllm_h2o.policy.trials import Trials
 
 FILE_NAME = "h2o_heads.json"
 """Where a model's folder holds its profile."""
@@ -62,6 +63,8 @@ class HeadProfile:
             in files that do not say.
         gate: What `gate_in_json` made of the model's gate (`vllm_h2o.policy.gate`);
             None: it has none.
+        trials: The fields of `vllm_h2o.policy.trials.Trials`: what the ways to choose
+            lost on texts that nothing was learned from; None: none was tried.
     """
 
     grid_tokens: list[int]
@@ -69,6 +72,7 @@ class HeadProfile:
     measured_on: str = ""
     context_tokens: int = 0
     gate: dict[str, Any] | None = None
+    trials: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         grid = self.grid_tokens
@@ -97,6 +101,8 @@ class HeadProfile:
             )
         if self.gate is not None:
             self.gate_weights()
+        if self.trials is not None:
+            Trials(**self.trials)
 
     def gate_weights(self) -> npt.NDArray[np.float32]:
         """`[num_layers, num_kv_heads, F]` weights of the gate.
@@ -171,7 +177,7 @@ class HeadProfile:
         if grid[-1] < whole:
             grid.append(whole)
             errors = [[[*curve, 0.0] for curve in layer] for layer in errors]
-        return HeadProfile(grid, errors, self.measured_on, whole, self.gate)
+        return replace(self, grid_tokens=grid, errors=errors, context_tokens=whole)
 
     @classmethod
     def load(cls, path: Path) -> HeadProfile:
