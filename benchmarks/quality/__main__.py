@@ -87,7 +87,7 @@ OURS_TOO: list[Variant] = [
 LEVERS: list[Variant] = [
     (f"h2o {name}={value}", "h2o", {name: value} | BY_ATTENTION)
     for name, value in (
-        ("sinks", 4),
+        ("sinks", 0),
         ("recent_ratio", 0.5),
         ("score", "sum"),
         ("score", "norm"),

@@ -119,6 +119,31 @@ def interval_table(rows: Rows) -> str:
     )
 
 
+def divergence_table(rows: Rows) -> str:
+    """KL divergence from the full cache, in nats per token, first choices that are
+    alike, and loss over the full cache, by model, system and budget."""
+    metrics = {
+        "kl_nats": "{:.4f}",
+        "top1_agreement": "{:.1%}",
+        "loss_delta_nats": "{:+.3f}",
+    }
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        if shape := metrics.get(row["metric"]):
+            budgets = found.setdefault(f"{row['model']}, {name_of(row)}", {})
+            cell = budgets.setdefault(row["budget_fraction"], {})
+            cell[row["metric"]] = shape.format(float(row["value"]))
+    budgets = sorted({x for cells in found.values() for x in cells}, reverse=True)
+    return _markdown(
+        ["KL, first choices, loss", *(f"{float(x):.1%}" for x in budgets)],
+        (
+            [name, *(", ".join(cells.get(x, {}).get(m, "") for m in metrics).strip(", ")
+                     for x in budgets)]
+            for name, cells in found.items()
+        ),
+    )  # fmt: skip
+
+
 def interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
     """An interval of 95 % for the mean of what was measured, by bootstrap."""
     rng = np.random.default_rng(0)
@@ -142,6 +167,7 @@ def main() -> None:
         rows = list(csv.DictReader(file))
     tables: dict[str, Callable[[Rows], str]] = {
         "loss_delta": interval_table if args.intervals else loss_table,
+        "kl_nats": divergence_table,
         "exact_match": partial(retrieval_table, intervals=args.intervals),
         "ruler": ruler_table,
     }

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from benchmarks.quality.ruler import TASKS as RULER_TASKS
 from benchmarks.quality.ruler import ruler_questions
 from benchmarks.quality.systems import system_of
 from benchmarks.quality.table import (
+    divergence_table,
     interval,
     interval_table,
     loss_table,
@@ -230,6 +232,18 @@ def test_intervals_are_over_texts():
     low, high = interval([0.1 * i for i in range(5)])
     assert line == f"| prompt only kvzip | +0.200 [{low:.3f}, {high:.3f}] |"
     assert 0 < low < 0.15 and 0.25 < high < 0.4
+
+
+def test_divergence_stands_beside_loss_by_model():
+    rows = []
+    for model, kl in (("/models/one", 0.05), ("/models/two", 0.0123)):
+        cell = Cell(ENGINE, "h2o", LOSS, 512, 2560, 512, model=model)
+        measured = [("kl_nats", kl, 4096), ("top1_agreement", 0.912, 4096)]
+        rows += csv_rows(cell, [*measured, ("loss_delta_nats", 0.041, 4096)])
+    rows += csv_rows(replace(cell, budget_tokens=256), [("kl_nats", 0.2, 4096)])
+    *_, one, two = divergence_table(rows).split("\n")
+    assert one == "| one, h2o | 0.0500, 91.2%, +0.041 |  |"
+    assert two == "| two, h2o | 0.0123, 91.2%, +0.041 | 0.2000 |"
 
 
 def test_the_retrieval_table_counts_right_answers():

@@ -6,10 +6,12 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from vllm_h2o.calibration import cache, texts
 from vllm_h2o.calibration.cache import LEAST_COSINE, keep
+from vllm_h2o.calibration.progress import Progress
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 
@@ -71,6 +73,37 @@ def test_a_profile_of_other_texts_is_not_found(folder, monkeypatch):
     keep(answers(), profile(0.6))
     assert find() == profile(0.6)
     assert len(list(folder.iterdir())) == 2
+
+
+def test_what_was_read_is_of_these_texts_and_this_version(folder, monkeypatch):
+    """And goes when the profile is kept; another model's stays."""
+    mine = answers(), 3, 2, [[1, 2], [3, 4]]
+    path = cache.progress_folder(*mine)
+    assert path == cache.progress_folder(*mine)
+    others = [
+        cache.progress_folder(answers(0.9), 3, 2, mine[3]),
+        cache.progress_folder(answers(), 3, 2, [[1, 2], [3, 5]]),
+        cache.progress_folder(answers(), 3, 2, [[1, 2, 3, 4]]),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "VERSION", cache.VERSION + 1)
+        others.append(cache.progress_folder(*mine))
+    assert len({path, *others}) == 5
+    for each in (path, *others):
+        Progress(each).save("read-0", {"errors": np.ones(2)})
+    kept = keep(answers(), profile(0.5))
+    assert {*folder.iterdir()} == {kept, others[0]}
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", b"\0" * 100])
+def test_what_is_damaged_of_what_was_read_is_read_again(folder, damage):
+    progress = Progress(folder)
+    assert progress.load("read-0") is None
+    progress.save("read-0", {"errors": np.arange(3.0), "count": np.array(5)})
+    found = progress.load("read-0")
+    assert found["errors"].tolist() == [0.0, 1.0, 2.0] and int(found["count"]) == 5
+    (folder / "read-0.npz").write_bytes(damage)
+    assert progress.load("read-0") is None
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def test_scratch_grows_with_the_richest_head(config):
     spec = spec_of(config)
     assert (spec.largest_budget, spec.most_slots) == (256, 3 * 256)
     profile = HeadProfile.load(Path("tests/models/smollm2/h2o_heads.json"))
-    resolved = Resolved(spec.h2o, "cuda", profile)
+    resolved = Resolved(spec.h2o, "cuda", profile, by_head=True)
     spec = resolved.spec(spec)
     assert spec.layout.budget == 256 < spec.largest_budget <= 1024
     # Of one head of a rank, and of all of a layer's.
@@ -361,7 +361,7 @@ def test_a_layer_has_no_more_slots_for_a_token_of_any_budget(config, num_kv_head
     """Of the richest layer, which may be another, and relatively richer, of each."""
     policy = replace(h2o_config(config), budget="20%", min_budget=64)
     profile = HeadProfile.load(Path("tests/models/smollm2/h2o_heads.json"))
-    resolved = Resolved(policy, "cuda", profile)
+    resolved = Resolved(policy, "cuda", profile, by_head=True)
     spec = replace(spec_of(config), num_kv_heads=num_kv_heads, max_model_len=8192)
     spec = resolved.spec(spec)
     ladder = resolved.limits(spec).ladder

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -68,7 +69,7 @@ def find(
 
 
 def keep(answers: Sequence[float], profile: HeadProfile) -> Path:
-    """Write a file at once, in place of this model's last.
+    """Write a file at once, in place of this model's last and of what led to it.
 
     Raises:
         OSError: It can not be written.
@@ -79,15 +80,28 @@ def keep(answers: Sequence[float], profile: HeadProfile) -> Path:
     content = {"version": VERSION, "answers": answers, "profile": asdict(profile)}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content) + "\n")
+    for partial in folder.glob(f"{name}-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
     return path
 
 
 def progress_folder(
-    answers: Sequence[float], num_layers: int, num_kv_heads: int, num_tokens: int
+    answers: Sequence[float],
+    num_layers: int,
+    num_kv_heads: int,
+    token_ids: Sequence[Sequence[int]],
 ) -> Path:
-    """Where what has been read of texts of `num_tokens` is kept until all are read."""
+    """Where what has been read of texts is kept, until all are and `keep` removes it.
+
+    Args:
+        answers: As of `find`, and so are the next two.
+        num_layers: See there.
+        num_kv_heads: See there.
+        token_ids: The texts; of others, and of another version, nothing is taken.
+    """
     name = _name(answers, num_layers, num_kv_heads)
-    return cache_folder() / f"{name}-{num_tokens}.partial"
+    texts = hashlib.sha256(json.dumps([VERSION, *token_ids]).encode()).hexdigest()
+    return cache_folder() / f"{name}-{texts[:16]}.partial"
 
 
 def _name(answers: Sequence[float], num_layers: int, num_kv_heads: int) -> str:

@@ -18,7 +18,7 @@ from vllm_h2o.policy.gate import POWER, features
 RIDGE = 0.1
 """The penalty of a weight, in variances of its feature: as over standardized features,
 so that where keys have a large mean (biases) what varies about it still tells."""
-_LEAST_RIDGE = 1e-6
+_LEAST_RIDGE = 1e-5
 """Of the mean square of all features, beside it, for a feature that never varies."""
 NEWEST = 32
 """Tokens at the end of a prompt that are no examples: they are kept anyway."""

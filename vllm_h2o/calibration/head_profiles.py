@@ -6,6 +6,7 @@ the cache, and measures what is not there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -185,18 +186,19 @@ def _found_or_measured(model: LoadedModel) -> HeadProfile | None:
         return found
     texts, kind = texts_to_read(model.vllm_config.model_config, asked)
     shape = len(model.layers), model.vllm_config.model_config.get_total_num_kv_heads()
-    progress = Progress(cache.progress_folder(mine, *shape, asked))
-    profile, complete = measure(model, texts, kind, progress, most_seconds())
+    progress = Progress(cache.progress_folder(mine, *shape, texts))
+    # Who insists on a gate waits for it: there is none before all has been read.
+    seconds = math.inf if config.gated else most_seconds()
+    profile, complete = measure(model, texts, kind, progress, seconds)
     if complete:
         _keep(mine, profile)
-        progress.clear()
-    else:
-        logger.warning_once(
-            "H2O has measured this model by %s, since %s is %g: the next start reads "
-            "on. Quality may be lower until then",
-            profile.measured_on, CALIBRATE_SECONDS, most_seconds(),
-        )  # fmt: skip
-    return profile
+        return profile
+    logger.warning_once(
+        "H2O has not measured this model to the end, only by %s, since %s is %g: the "
+        "next start reads on. Until then quality may be lower",
+        profile.measured_on, CALIBRATE_SECONDS, seconds,
+    )  # fmt: skip
+    return found or profile
 
 
 def _found(

@@ -8,8 +8,8 @@ learned from all other texts. The first rank puts together what all ranks have r
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -31,8 +31,9 @@ from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 logger = init_logger(f"vllm.{__name__}")
 
-MOST_BYTES = 2**30
-"""Of the host's memory for what a gate is learned from."""
+MOST_BYTES = 2**31
+"""Of the first rank's memory, on the host, for what a gate is learned from."""
+_T = TypeVar("_T")
 _READ, _TRIED = "read", "tried"
 """The two readings of a text."""
 
@@ -73,19 +74,34 @@ def measure(
     learns = len(texts) > 1 and _can_learn(model, len(texts))
     reader = _Reader(model, texts, learns, progress or Progress(), seconds)
     read, tried = reader.read_all(_READ), []
-    if learns and reader.num_read == len(texts) and (gates := _others(read)):
-        tried = reader.read_all(_TRIED, gates)
+    if learns and reader.num_read == len(texts):
+        gates = _on_first_rank(lambda: _others(read))
+        tried = reader.read_all(_TRIED, gates) if gates else []
     reader.close()
-    found: HeadProfile | str = ""
+    length = len(texts[0])
+    found = _on_first_rank(lambda: _profile(read, tried, len(texts), length, kind))
+    return Measured(found, not reader.is_late)
+
+
+def _on_first_rank(compute: Callable[[], _T]) -> _T:
+    """What the first rank computes, on all.
+
+    Raises:
+        ValueError: It fails there; all ranks raise it, or the others would wait.
+    """
+    result: _T | None = None
+    why = ""
     if get_tensor_model_parallel_rank() == 0:
         try:
-            found = _profile(read, tried, len(texts), len(texts[0]), kind)
-        except ValueError as error:
-            found = str(error)  # All ranks raise it, or the others would wait.
-    found = of_first_rank(found)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return Measured(found, not reader.is_late)
+            result = compute()
+        except Exception as error:
+            logger.debug("H2O could not put together what it read", exc_info=True)
+            is_ours = isinstance(error, ValueError)
+            why = str(error) if is_ours else f"{type(error).__name__}: {error}"
+    result, why = of_first_rank((result, why))
+    if why:
+        raise ValueError(why)
+    return cast(_T, result)
 
 
 class _Reader:
@@ -213,32 +229,27 @@ def _examples(read: Sequence[Arrays], layer: int) -> list[Examples]:
 def _others(read: Sequence[Arrays]) -> list[np.ndarray]:
     """For each text `[layers, KV heads, F]` weights learned from all others.
 
-    Args:
-        read: On the first rank what was read; all have the weights.
-
-    Returns:
-        None of them, and the log says so, where some are not finite.
+    None of them, and the log says so, where some are not finite.
     """
     gates: list[np.ndarray] = []
-    if read:
-        num_layers = len(read[0]["targets"])
-        for number in range(len(read)):
-            others = [*read[:number], *read[number + 1 :]]
-            weights = [
-                total(_examples(others, layer)).weights() for layer in range(num_layers)
-            ]
-            gates.append(torch.stack(weights).numpy())
+    num_layers = len(read[0]["targets"])
+    for number in range(len(read)):
+        others = [*read[:number], *read[number + 1 :]]
+        weights = [
+            total(_examples(others, layer)).weights() for layer in range(num_layers)
+        ]
+        gates.append(torch.stack(weights).numpy())
     if not all(np.isfinite(weights).all() for weights in gates):
         logger.warning_once("H2O has no gate: its weights are not finite")
-        gates = []
-    return of_first_rank(gates)
+        return []
+    return gates
 
 
 def _profile(
     read: Sequence[Arrays], tried: Sequence[Arrays], num_texts: int, length: int,
     kind: str,
 ) -> HeadProfile:  # fmt: skip
-    """The profile, on the first rank.
+    """The profile by what was read.
 
     Raises:
         ValueError: What was measured is of no use.

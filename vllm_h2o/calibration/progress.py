@@ -1,14 +1,12 @@
 """What has been read of the texts that measure a model, until all of them are.
 
 A start that is cut short, by whom or what ever, leaves a file for each pass that it
-made; a later one goes on from there. They are removed when the profile is kept.
+made; a later one goes on from there.
 """
 
 from __future__ import annotations
 
 import io
-import shutil
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ class Progress:
                 return dict(file)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except Exception as error:  # What a damaged file raises is not said anywhere.
             logger.warning_once(
                 "H2O reads a text again, as what was kept of it can not be used: %s",
                 shortened(error),
@@ -68,8 +66,3 @@ class Progress:
                 "can be written to",
                 shortened(error),
             )
-
-    def clear(self) -> None:
-        """Remove the files."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)

@@ -153,11 +153,13 @@ def _chosen(
         heads = [True, False] if config.head_budgets in (AUTO, MEASURE) else [True]
     ways = [Way(rule, by_head) for rule in rules for by_head in heads]
     chosen, share = ways[0], _share(model, config)
+    regrets = {}
     if profile and profile.trials and len(ways) > 1:
         regrets = Trials(**profile.trials).regrets(ways, share)
-        chosen = next(iter(regrets), chosen)
+    if regrets:
+        chosen = next(iter(regrets))
         told = ", ".join(f"{x:.2f} by {way.name}" for way, x in regrets.items())
-        told = f"of texts that were left out, times the least loss at worst {told}"
+        told = f"regrets on texts left out are {told}"
         why = f"{why}; {told}" if why else told
     return chosen, f"{chosen.name}: {why}" if why else ""
 

@@ -1,4 +1,4 @@
-"""States for the text that a pass of `vllm_h2o.calibration.measure` reads.
+"""States for the text that a pass of `vllm_h2o.calibration.loaded_model` reads.
 
 Layers of Mamba, a gated delta net or short convolution keep a state in blocks of the KV
 cache, which is not there yet, and without metadata they take a pass for one whose

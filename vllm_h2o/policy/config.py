@@ -75,7 +75,8 @@ class H2OConfig:
         score: What tokens are compared by: the name of one of `METHODS`.
         prompt_score: `"attention"` of the observation window, with `pooling`;
             `"gate"`: what `vllm_h2o.policy.gate` expects; `"auto"`: the latter where
-            the head profile that the worker finds has a gate.
+            the head profile that the worker finds has a gate, unless attention has
+            lost less on texts that were left out (`vllm_h2o.policy.trials`).
         score_decay: What an old score is multiplied by per new query.
         cake_gamma: Weight of the variance, see `vllm_h2o.policy.methods.cake`.
         cake_t1: The entropy counts with the power of 1 over it.
@@ -153,7 +154,8 @@ class H2OConfig:
     prompt_score: str = option(
         AUTO,
         "What a prompt's tokens are compared by: the attention of its last queries, or "
-        "what a gate expects of their keys and values; auto: a gate, if there is one.",
+        "what a gate expects of their keys and values; auto: what has lost less when "
+        "the model was measured.",
         choices=_PROMPT_SCORES,
     )
     score_decay: float = option(
@@ -193,7 +195,8 @@ class H2OConfig:
         AUTO,
         "Share the budget among KV heads: 'uniform', the file of a profile (python "
         "-m vllm_h2o.calibrate), 'auto': the profile in the model's folder, else what "
-        "an engine has measured of the model at its first start, 'measure': what "
+        "an engine has measured of the model at its first start, unless equal budgets "
+        "have lost less there, 'measure': what "
         "this one measures anew, or 'request': each request's own, which the scores "
         "cake and d2o read off its prompt.",
     )
