@@ -50,8 +50,10 @@ def config_of(
     beside: str = "",
     prefill_chunk: int = 0,
     keep: str = "none",
+    depth: int = 1,
 ) -> Any:
-    """An engine config with H2O on; for `beside` see `spec_beside`."""
+    """An engine config with H2O on; for `beside` see `spec_beside`, for the others
+    `Driver`."""
     config = EngineArgs(
         str(SMOLLM2),
         skip_tokenizer_init=True,
@@ -81,6 +83,9 @@ def config_of(
         "keep": keep,
     }
     config.additional_config = {**additional, CONFIG_KEY: settings}
+    # An engine on CPU has as many steps in flight as stages.
+    config.parallel_config.pipeline_parallel_size = depth
+    assert config.max_concurrent_batches == depth
     return config
 
 
@@ -145,10 +150,22 @@ class Driver:
         resident: str = "model",
         prefill_chunk: int = 0,
         keep: str = "none",
+        depth: int = 1,
     ) -> None:
+        """Make the scheduler.
+
+        Args:
+            num_blocks: Of the pool.
+            window, budget, policy, resident, prefill_chunk, keep: Options of H2O.
+            chunk: Tokens of a step, at most.
+            beside: Layers that H2O leaves alone; see `spec_beside`.
+            log_stats: Whether metrics are counted.
+            depth: Steps in flight, at most.
+        """
         config = config_of(
-            window, budget, chunk, policy, resident, beside, prefill_chunk, keep
+            window, budget, chunk, policy, resident, beside, prefill_chunk, keep, depth
         )
+        self.depth = depth
         self.prefill_chunk, self.keep = prefill_chunk, keep
         self.requests: dict[str, Request] = {}
         self.ends: dict[str, int] = {}
@@ -195,6 +212,8 @@ class Driver:
         """Requests, with the tokens that they had to read at some time."""
         self.read: dict[str, int] = {}
         """Tokens of each request that had to be read when it was admitted."""
+        self.runs_to: dict[str, int] = {}
+        """Tokens that steps compute of each request at most, by what it had then."""
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
         self.reports: dict[str, Any] = {}
@@ -331,6 +350,7 @@ class Driver:
         if manager.stays_dense(name):
             most = request.num_prompt_tokens + request.max_tokens
             assert is_full(request) or most <= max(self.budget_of(request), end + 1)
+            assert computed <= self.runs_to[name]
             assert len(blocks) == -(-computed // BLOCK_SIZE)
             return
         read_at_once = self.chunks.get(name, end)
@@ -372,8 +392,9 @@ class Driver:
                 self.prompts.add((name, request.num_tokens))
                 most = request.num_prompt_tokens + request.max_tokens
                 most, end = min(most, MAX_MODEL_LEN), request.num_tokens
+                self.runs_to[name] = self._runs_to(request, most)
                 if is_full(request):
-                    end = most
+                    end = self.runs_to[name]
                 if self.climbs(request):
                     self.steps[name] = self.ladder.enters(
                         request.num_tokens, most, self.share_of(request)
@@ -410,14 +431,22 @@ class Driver:
                 assert row.is_transition == ends
                 self.transitions[name] += row.is_transition
 
+    def _runs_to(self, request: Request, most: int) -> int:
+        """Tokens that steps compute of a request at most, which ends with `most`.
+
+        vLLM schedules one whose last two tokens no step has given yet, however many
+        steps will.
+        """
+        beyond = self.depth - 3 if most - request.num_tokens >= 2 else 0
+        return min(most + max(beyond, 0), MAX_MODEL_LEN)
+
     def _check_admitted(
         self, request: Request, row: RowPlan, chunk: int, end: int
     ) -> None:
         """What the cache gave leaves the observation window to compute, where a budget
         can bind and no gate stands for it; else the last token."""
         first_query = self._first_query(request, end)
-        most = request.num_prompt_tokens + request.max_tokens
-        most = min(most, MAX_MODEL_LEN)
+        most = self.runs_to[request.request_id]
         if is_full(request):
             end = most
         assert row.prefill_end == end

@@ -1,4 +1,4 @@
-"""Two steps in flight: nothing that a step reads is released under it."""
+"""Several steps in flight: nothing that a step reads is released under it."""
 
 import random
 
@@ -162,4 +162,38 @@ def test_the_next_turn_of_a_session_is_read_densely_again(in_flight):
     # The worker is told before the next turn's prompt has been read.
     assert restarts == [1, 2]
     driver.abort(name)
+    driver.assert_pool_whole()
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "prompt, generated, wishes",
+    [
+        (40, 24, {}),
+        (40, 23, {}),
+        (40, 40, {}),
+        (100, 1, {}),
+        (100, 2, {}),
+        (100, 28, {"policy": "full"}),
+        (100, 30, {"budget": 32}),
+    ],
+)
+def test_steps_run_past_a_requests_end(depth, prompt, generated, wishes):
+    """From four steps in flight on, as in stock; a budget that would bind there does.
+
+    A request that stays dense would else write over blocks that others may share.
+    """
+    driver = AsyncDriver(64, budget=64, chunk=48, depth=depth)
+    name = driver.add(list(range(10, 10 + prompt)), generated, **wishes)
+    request, computed = driver.scheduler.requests[name], 0
+    while not request.is_finished():
+        while len(driver.in_flight) < depth:
+            driver.schedule()
+            computed = max(computed, request.num_computed_tokens)
+        driver.process()
+    assert request.num_output_tokens == generated
+    # The last token of an answer is computed only by a step that runs past it.
+    ran_past = depth - 2 if generated > 1 else 0
+    assert computed == prompt + generated - 1 + ran_past
+    driver.drain()
     driver.assert_pool_whole()

@@ -23,7 +23,7 @@ SMALL_POOL = 36
 class Lives(RuleBasedStateMachine):
     """Admit, chunk, decode, preempt, abort and hit prefixes, in any order."""
 
-    max_in_flight = 1
+    depths = st.just(1)
     beside = ""
     window: int | str = 20
     policy = "h2o"
@@ -40,8 +40,10 @@ class Lives(RuleBasedStateMachine):
     @initialize(
         budget=st.sampled_from([16, 32, 64, 96, "20%", "50%"]),
         chunk=st.sampled_from([17, 48, 200]),
+        data=st.data(),
     )
-    def start(self, budget, chunk):
+    def start(self, budget, chunk, data):
+        self.max_in_flight = data.draw(self.depths)
         self.driver = Driver(
             SMALL_POOL * (1 + bool(self.beside)),
             self.window,
@@ -52,6 +54,7 @@ class Lives(RuleBasedStateMachine):
             resident=self.resident,
             prefill_chunk=self.prefill_chunk,
             keep=self.keep,
+            depth=self.max_in_flight,
         )
         self.alive: list[str] = []
         self.refused: list[str] = []
@@ -116,9 +119,9 @@ class Lives(RuleBasedStateMachine):
 
 
 class AsyncLives(Lives):
-    """Two steps in flight."""
+    """Several steps in flight: two by async scheduling, more in a pipeline."""
 
-    max_in_flight = 2
+    depths = st.integers(2, 5)
 
 
 class HybridLives(Lives):

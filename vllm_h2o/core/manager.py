@@ -138,9 +138,10 @@ class H2OManager(FullAttentionManager):
             request_id: A request that holds no blocks here.
             prefill_end: Tokens known now: the prompt, and after a preemption
                 what was generated before it.
-            most_tokens: Tokens that the request can have at its end. Within the
-                budget nothing will compete, and what ends with its first token will
-                not be decoded: no query has to score.
+            most_tokens: Tokens that steps compute of the request at most, with those
+                that were in flight when it ended. Within the budget nothing will
+                compete, and what ends with its first token will not be decoded: no
+                query has to score.
             options: What the request asks for.
             climb: The budget that it begins with, and what next; None: the engine's,
                 for good.
@@ -295,7 +296,7 @@ class H2OManager(FullAttentionManager):
         return [*map(self._budget.__getitem__, request_ids)]
 
     def growths(self, request_ids: Sequence[str]) -> list[list[int]]:
-        """How the budget of each has last grown, the last fields of `RowPlan`.
+        """`RowPlan`'s `grown_at`, `grown_from`, `grown_before` and `is_fixed`, of each.
 
         Nothing where all would be 0.
         """

@@ -71,6 +71,9 @@ class H2OScheduler(AsyncScheduler):
         self._limits = self._spec.limits(device)
         longest = self.max_model_len
         self._most = self._limits.climb(None, longest, longest).budget
+        # vLLM holds a request back whose last token the step before is sure to give:
+        # of earlier steps in flight it does not count the tokens.
+        self._overrun = max(self.vllm_config.max_concurrent_batches - 3, 0)
         self.h2o_stats = H2OStats()
         self._reporter = Reporter()
         self._restarted: list[str] = []
@@ -96,8 +99,8 @@ class H2OScheduler(AsyncScheduler):
             return None
         if len(self._groups) > 1:
             raise ValueError(
-                f"h2o_keep={config.keep!r} (--h2o-keep) needs a model all of whose "
-                f"layers have full attention alike: use {NONE!r}"
+                f"H2O does not support --h2o-keep={config.keep!r}: this model has "
+                f"layers with a window or a state of their own: use {NONE!r}"
             )
         return KeptRequests(self.hash_block_size)
 
@@ -181,9 +184,12 @@ class H2OScheduler(AsyncScheduler):
         # the engine's budget, and is then capped.
         options = self._options_of(request, 0)
         climb = self._limits.climb(options.budget, request.num_tokens, most)
+        runs_to = most
+        if request.num_tokens + 1 < most:  # else it ends with its next token
+            runs_to = min(most + self._overrun, self.max_model_len)
         for manager in self.h2o_managers:
             manager.begin_prefill(
-                request.request_id, request.num_tokens, most, options, climb
+                request.request_id, request.num_tokens, runs_to, options, climb
             )
         hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         if self._kept is None or not options.continue_:
@@ -295,6 +301,11 @@ class H2OScheduler(AsyncScheduler):
         num_tokens = super()._mamba_block_aligned_split(request, num_tokens, *computed)
         resumes = manager.replay_boundary(name)
         return resumes - start if start < resumes < start + num_tokens else num_tokens
+
+    def counters(self) -> dict[str, int]:
+        """The counters by name; blocks in use as of now."""
+        self.h2o_stats.count_blocks(self.h2o_managers)
+        return self.h2o_stats.as_dict()
 
     def update_from_output(self, scheduler_output, model_runner_output):
         """Take in a step's results, with what its transitions took."""

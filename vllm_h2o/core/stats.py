@@ -25,8 +25,8 @@ class H2OStats:
         transitions: Prompts compressed (again after a preemption), or chunks of them.
         tokens_evicted: Tokens of sequences no longer held, per layer and head.
         blocks_freed: Dense blocks released by transitions.
-        blocks_in_use: Blocks of the pool held by requests, at the last step.
-        peak_blocks_in_use: The highest of these.
+        blocks_in_use: Blocks of the pool held by requests, when last counted.
+        peak_blocks_in_use: The highest of these at a step.
         preemptions: Requests preempted.
         kept_requests: Requests, or turns of sessions, of which something was kept.
         continued_tokens: Tokens not read, by requests that went on from that (again
@@ -58,12 +58,16 @@ class H2OStats:
             output: The scheduled step.
         """
         self._count_evictions(plan, layout)
-        pool = managers[0].block_pool
         self.blocks_freed = sum(manager.blocks_freed for manager in managers)
-        self.blocks_in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        self.count_blocks(managers)
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, self.blocks_in_use)
         self.continued_tokens = managers[0].continued_tokens
         self.preemptions += len(output.preempted_req_ids or ())
+
+    def count_blocks(self, managers: Sequence[H2OManager]) -> None:
+        """Count the blocks that requests hold now."""
+        pool = managers[0].block_pool
+        self.blocks_in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
     def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:
         tokens_held, ends = layout.resident_tokens, plan.prefill_ends

@@ -483,6 +483,7 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "config.vllm:VllmConfig.aux_output_config": ("is AuxOutputConfig",),
     "config.aux_output:AuxOutputConfig.enabled": ("(self)",),
     "config.vllm:VllmConfig.kv_transfer_config": ("is KVTransferConfig | None",),
+    "config.vllm:VllmConfig.max_concurrent_batches": ("(self)",),
     "config.cache:CacheDType": ("",),
     "config.cache:CacheConfig.block_size": ("is int",),
     "config.cache:CacheConfig.cache_dtype": (
