@@ -18,7 +18,8 @@ def stats(llm) -> dict[str, int]:
     Returns:
         `transitions`, `tokens_evicted`, `blocks_freed`, `blocks_in_use`,
         `peak_blocks_in_use`, `preemptions`, `kept_requests`, `continued_tokens`:
-        counts as of the last step that the engine scheduled.
+        counts as of the last step that the engine scheduled. In an engine of this
+        process `blocks_in_use` is of now.
 
     Raises:
         ValueError: H2O is off in this engine.
@@ -30,4 +31,8 @@ def stats(llm) -> dict[str, int]:
             "H2O is off in this engine, so it has no counters: "
             "make it with LLM(MODEL, enable_h2o=True)"
         )
+    in_this_process = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if in_this_process is not None:
+        # No step comes behind the last request's, to tell the workers of its end.
+        return in_this_process.scheduler.counters()
     return llm.collective_rpc("h2o_stats")[0]

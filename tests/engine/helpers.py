@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from benchmarks.smollm2 import ensure_model
+from tests.engine.tiny_models import random_prompts, save_heads, save_llama
 from tests.watch import must_be_gone
 from vllm_h2o.policy.profile import FILE_NAME
 
@@ -43,6 +45,31 @@ def model_with_profile() -> Path:
         (folder / file.name).symlink_to(file)
     (folder / FILE_NAME).symlink_to(SMOLLM2_HEADS)
     return folder
+
+
+class Model(NamedTuple):
+    """A model whose heads have budgets by a profile beside it, and prompts for it."""
+
+    folder: Path
+    prompts: Callable[..., list[list[int]]]
+
+    def engine(self, **options: Any) -> AbstractContextManager[Any]:
+        """See `engine`; without a tokenizer."""
+        return engine(self.folder, **({"skip_tokenizer_init": True} | options))
+
+
+MODELS = ["random weights", pytest.param("SmolLM2", marks=pytest.mark.slow)]
+"""For `model_named`: where an engine is compared with itself any model will do."""
+
+
+@functools.cache
+def model_named(name: str) -> Model:
+    """One of `MODELS`."""
+    if name == "SmolLM2":
+        return Model(model_with_profile(), prompts_of)
+    folder = save_llama(Path(_temporary_folder().name) / "llama")
+    save_heads(folder, gated=False)
+    return Model(folder, random_prompts)
 
 
 @contextmanager

@@ -5,14 +5,15 @@ import pytest
 import vllm_h2o
 from tests.engine.helpers import (
     BLOCK_SIZE,
+    MODELS,
     add,
     assert_pool_whole,
     check,
     engine,
     generate,
+    model_named,
     outcome,
     pool,
-    prompts_of,
     scheduler,
 )
 from tests.engine.tiny_models import random_prompts, save_llama
@@ -152,6 +153,11 @@ def test_preempted_requests_finish_and_leak_nothing(tiny):
         assert_pool_whole(llm)
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return model_named(request.param)
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -164,11 +170,11 @@ def test_preempted_requests_finish_and_leak_nothing(tiny):
     ],
     ids=str,
 )
-def tight(request):
+def tight(model, request):
     """A pool of which a prompt of 700 tokens takes three quarters: a preempted request
     gets blocks back that it had, for something else."""
     options = {"max_model_len": 1024, "num_gpu_blocks_override": 41} | request.param
-    with engine(**{"kv_policy": "h2o", "h2o_budget": BUDGET} | options) as llm:
+    with model.engine(**{"kv_policy": "h2o", "h2o_budget": BUDGET} | options) as llm:
         yield llm
 
 
@@ -195,10 +201,10 @@ def run_until_preempted(llm, prompt, num_tokens, moment):
 
 @pytest.mark.parametrize("generated", [1, 40])
 def test_a_preempted_resident_goes_on_as_if_all_its_tokens_were_a_prompt(
-    tight, generated
+    model, tight, generated
 ):
     """After one token its transition, which is left to the next step, is due still."""
-    (prompt,), num_tokens = prompts_of(700), 80
+    (prompt,), num_tokens = model.prompts(700), 80
     known, tokens, survivors = run_until_preempted(
         tight, prompt, num_tokens, lambda r: r.num_output_tokens == generated
     )
@@ -207,9 +213,11 @@ def test_a_preempted_resident_goes_on_as_if_all_its_tokens_were_a_prompt(
     assert (tokens, survivors) == fresh
 
 
-def test_preempted_between_the_chunks_of_a_prompt_it_scores_once(tight, monkeypatch):
+def test_preempted_between_the_chunks_of_a_prompt_it_scores_once(
+    model, tight, monkeypatch
+):
     """Of the 32 queries that score, 31 have when all starts again."""
-    (prompt,), num_tokens = prompts_of(700), 40
+    (prompt,), num_tokens = model.prompts(700), 40
     expected = outcome(tight, prompt, num_tokens)
     monkeypatch.setattr(scheduler(tight), "max_num_scheduled_tokens", 233)
     known, *result = run_until_preempted(

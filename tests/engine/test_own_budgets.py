@@ -5,14 +5,14 @@ from vllm.exceptions import VLLMValidationError
 
 import vllm_h2o
 from tests.engine.helpers import (
+    MODELS,
     add,
     answers,
     assert_pool_whole,
     check,
-    engine,
     greedy,
+    model_named,
     outcome,
-    prompts_of,
     scheduler,
 )
 
@@ -27,11 +27,16 @@ UNIFORM = {"kv_policy": "h2o", "h2o_head_budgets": "uniform"}
 BY_REQUEST = {"kv_policy": "cake"}
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return model_named(request.param)
+
+
 @pytest.fixture(scope="module")
-def prompts():
+def prompts(model):
     """Of the fourth and its answer 25 % are 116 tokens; the last fits its budget, which
     its answer outgrows, and is the beginning of the first."""
-    first, *others = prompts_of(300, 420, 550, 440)
+    first, *others = model.prompts(300, 420, 550, 440)
     return [first, *others, first[:50]]
 
 
@@ -49,11 +54,11 @@ def options(request):
 
 
 @pytest.fixture(scope="module")
-def alone(options, prompts):
+def alone(model, options, prompts):
     """Tokens and survivors of each in an engine of its budget, nothing beside it."""
     found = {}
     for budget in (64, 128, BUDGET):
-        with engine(**options, h2o_budget=budget) as llm:
+        with model.engine(**options, h2o_budget=budget) as llm:
             for i, mine in enumerate(BUDGETS):
                 if mine == budget:
                     found[i] = outcome(llm, prompts[i], NUM_TOKENS)
@@ -67,9 +72,10 @@ def alone(options, prompts):
 
 
 @pytest.fixture(scope="module")
-def mixed(alone, options):
+def mixed(model, alone, options):
     """After the others have gone: they share what is one in a process."""
-    with engine(**options, h2o_budget=BUDGET, enable_prefix_caching=True) as llm:
+    options = options | {"h2o_budget": BUDGET, "enable_prefix_caching": True}
+    with model.engine(**options) as llm:
         yield llm
 
 
@@ -137,7 +143,7 @@ def test_a_preempted_one_keeps_its_budget(mixed, alone, prompts):
 @pytest.mark.parametrize(
     "asked, said", [(BUDGET + 1, "use 256 or less"), (0, "use a number of token")]
 )
-def test_what_can_not_be_is_refused(mixed, asked, said):
+def test_what_can_not_be_is_refused(mixed, prompts, asked, said):
     with pytest.raises(VLLMValidationError, match=f"h2o_budget.* {asked}.*{said}"):
-        answers(mixed, prompts_of(40), greedy(4, **wishes(asked)))
+        answers(mixed, prompts[4:], greedy(4, **wishes(asked)))
     assert_pool_whole(mixed)

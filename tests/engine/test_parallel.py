@@ -4,18 +4,17 @@ import functools
 import itertools
 
 import pytest
-import torch
 
 from tests.engine.helpers import assert_pool_whole, engine, greedy
 from tests.engine.tiny_models import (
     ROTATES_ALL_HEADS,
     random_prompts,
     save_granite_swa,
+    save_heads,
     save_lfm2,
     save_llama,
 )
 from vllm_h2o.inspect import joined as joined_heads
-from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
 
@@ -99,22 +98,6 @@ def joined(ranks):
     ]
 
 
-def save_profile(model, num_kv_heads):
-    """Falls that differ by layer and head; of 4 heads, both ranks have rich and poor
-    ones. And a gate of random weights."""
-    curves = [
-        [[s, s / 9, s / 90] for s in torch.logspace(-3, 0, 4).roll(i).tolist()]
-        for i in range(4)
-    ]
-    curves = [layer[:num_kv_heads] for layer in curves]
-    weights = torch.randn(4, 4, 2 * 32 + 4, generator=torch.Generator().manual_seed(0))
-    gate = gate_in_json(0.1 * weights[:, :num_kv_heads], 0.5)
-    profile = HeadProfile(
-        [64, 128, 512], curves, context_tokens=MAX_MODEL_LEN, gate=gate
-    )
-    profile.save(model / FILE_NAME)
-
-
 @pytest.mark.parametrize(
     ("budgets", "options"),
     [
@@ -157,7 +140,7 @@ def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets, option
     else:
         model = save_llama(tmp_path, num_hidden_layers=options.pop("num_layers", 4))
     if budgets == "by head":
-        save_profile(model, 4)
+        save_heads(model)
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")  # two threads
     # With one thread the rank may be in this process.
     backend = "mp" if budgets == "by head" else "uni"
@@ -192,7 +175,7 @@ def test_ranks_that_share_a_head_choose_by_their_own_queries(
     """And have as many slots of it, so that one plan of the scheduler fits both."""
     model = save_llama(tmp_path, num_key_value_heads=1)
     if budgets == "by head":
-        save_profile(model, 1)
+        save_heads(model, 1)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     tokens, _, (first, second) = run(model, 2, shares_heads=True)
     assert [len(t) for t in tokens] == [NUM_TOKENS] * len(PROMPTS)

@@ -5,14 +5,15 @@ import pytest
 import vllm_h2o
 from tests.engine.helpers import (
     BLOCK_SIZE,
+    MODELS,
     add,
     assert_pool_whole,
     check,
     engine,
     generate,
     greedy,
+    model_named,
     outcome,
-    prompts_of,
     scheduler,
 )
 from tests.engine.tiny_models import random_prompts, save_llama
@@ -25,23 +26,28 @@ OPTIONS = {"h2o_budget": 256, "max_num_batched_tokens": 2048}
 SHARED, TAIL, NUM_TOKENS = 512, 150, 32
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return model_named(request.param)
+
+
 @pytest.fixture(scope="module")
-def plain():
+def plain(model):
     """Prefix caching off, a prompt in one chunk."""
-    with engine(kv_policy="h2o", **OPTIONS) as llm:
+    with model.engine(kv_policy="h2o", **OPTIONS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def cached():
-    with engine(kv_policy="h2o", enable_prefix_caching=True, **OPTIONS) as llm:
+def cached(model):
+    with model.engine(kv_policy="h2o", enable_prefix_caching=True, **OPTIONS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def siblings():
+def siblings(model):
     """Prompts that share a long prefix."""
-    prefix, *tails = prompts_of(SHARED, TAIL, TAIL, WINDOW - 12)
+    prefix, *tails = model.prompts(SHARED, TAIL, TAIL, WINDOW - 12)
     return [prefix + tail for tail in tails]
 
 
@@ -67,8 +73,8 @@ def test_prefix_hits_give_the_result_of_a_cold_cache(plain, cached, siblings):
     assert_pool_whole(cached)
 
 
-def test_a_request_within_the_budget_takes_all_hits(plain, cached):
-    (prompt,) = prompts_of(256 - NUM_TOKENS)
+def test_a_request_within_the_budget_takes_all_hits(model, plain, cached):
+    (prompt,) = model.prompts(256 - NUM_TOKENS)
     (expected,) = generate(plain, [prompt], NUM_TOKENS)
     assert generate(cached, [prompt], NUM_TOKENS)[0] == expected
     request_steps = watch_prefill(cached)
@@ -77,8 +83,10 @@ def test_a_request_within_the_budget_takes_all_hits(plain, cached):
     assert_pool_whole(cached)
 
 
-def test_the_next_turn_finds_the_answer_where_nothing_could_be_evicted(plain, cached):
-    prompt, question = prompts_of(100, 20)
+def test_the_next_turn_finds_the_answer_where_nothing_could_be_evicted(
+    model, plain, cached
+):
+    prompt, question = model.prompts(100, 20)
     (answer,) = generate(cached, [prompt], NUM_TOKENS)
     turn = prompt + answer + question
     expected = generate(plain, [turn], NUM_TOKENS)
@@ -90,10 +98,10 @@ def test_the_next_turn_finds_the_answer_where_nothing_could_be_evicted(plain, ca
     assert_pool_whole(cached)
 
 
-def test_a_block_is_hit_in_the_step_that_fills_it(plain, cached):
+def test_a_block_is_hit_in_the_step_that_fills_it(model, plain, cached):
     """By a prompt that goes on from an answer: what stays dense is published as stock's
     is, before its token has been written."""
-    prompt, question = prompts_of(103, 20)
+    prompt, question = model.prompts(103, 20)
     (answer,) = generate(plain, [prompt], NUM_TOKENS)
     known = 4 * BLOCK_SIZE
     turn = (prompt + answer)[:known] + question
@@ -159,10 +167,10 @@ def test_shared_blocks_are_never_modified(cached, siblings):
 
 
 @pytest.mark.parametrize("window", ["64", '"all"'])
-def test_chunks_give_the_survivors_of_one_chunk(plain, window):
+def test_chunks_give_the_survivors_of_one_chunk(model, plain, window):
     settings = f'{{"budget": 256, "observation_window": {window}}}'
     plain.collective_rpc("probe_set_policy", args=(settings,))
-    prompt = prompts_of(467)[0]
+    prompt = model.prompts(467)[0]
     results = {}
     # 233: two chunks and a last one of a single token.
     for chunk in (2048, 233, 64, 33):
@@ -174,11 +182,11 @@ def test_chunks_give_the_survivors_of_one_chunk(plain, window):
         assert result == one_chunk, f"chunks of {chunk}"
 
 
-def test_in_16_bits_no_answer_depends_on_chunks_or_hits():
+def test_in_16_bits_no_answer_depends_on_chunks_or_hits(model):
     """Bit by bit, where the last steps mostly score and the first ones do not."""
     options = OPTIONS | {"h2o_observation_window": 64, "dtype": "bfloat16"}
-    prompt, other = prompts_of(467, 467)
-    with engine(kv_policy="h2o", enable_prefix_caching=True, **options) as llm:
+    prompt, other = model.prompts(467, 467)
+    with model.engine(kv_policy="h2o", enable_prefix_caching=True, **options) as llm:
         expected = thoughts(llm, prompt)
         # Of a chunk of one token stock's own logits are others on some CPUs (AVX-512);
         # in float32 one is above.

@@ -5,14 +5,14 @@ from vllm.exceptions import VLLMValidationError
 
 import vllm_h2o
 from tests.engine.helpers import (
+    MODELS,
     answers,
     assert_pool_whole,
     check,
-    engine,
     generate,
     greedy,
+    model_named,
     outcome,
-    prompts_of,
     scheduler,
 )
 
@@ -28,15 +28,20 @@ NOTHING: dict = {}
 WISHES = [FULL, NOTHING, OWN_WINDOW, FULL, OWN_WINDOW, NOTHING]
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return model_named(request.param)
+
+
 @pytest.fixture(scope="module")
-def prompts():
-    first, *others = prompts_of(300, 420, 550, 40, 420, 600)
+def prompts(model):
+    first, *others = model.prompts(300, 420, 550, 40, 420, 600)
     # The last shares its first tokens with the first, whose blocks it may take.
     return [first, *others[:-1], first[:256] + others[-1][:300]]
 
 
 @pytest.fixture(scope="module")
-def alone(prompts):
+def alone(model, prompts):
     """Tokens of each by an engine that does for all what it asks, nothing beside it."""
     tokens = {}
 
@@ -45,12 +50,12 @@ def alone(prompts):
             if wish is asks:
                 (tokens[i],) = generate(llm, [prompts[i]], NUM_TOKENS)
 
-    with engine(**STOCK, **OPTIONS) as llm:
+    with model.engine(**STOCK, **OPTIONS) as llm:
         each(llm, FULL)
         (first,) = llm.generate(*logged(prompts[0]), use_tqdm=False)
-    with engine(**H2O, **OPTIONS) as llm:
+    with model.engine(**H2O, **OPTIONS) as llm:
         each(llm, NOTHING)
-    with engine(**H2O, h2o_observation_window=WINDOW, **OPTIONS) as llm:
+    with model.engine(**H2O, h2o_observation_window=WINDOW, **OPTIONS) as llm:
         each(llm, OWN_WINDOW)
         own = outcome(llm, prompts[2], NUM_TOKENS)
     tokens = [tokens[i] for i in range(len(WISHES))]
@@ -58,9 +63,9 @@ def alone(prompts):
 
 
 @pytest.fixture(scope="module")
-def mixed(alone):
+def mixed(model, alone):
     """After the others have gone: they share what is one in a process."""
-    with engine(**H2O, enable_prefix_caching=True, **OPTIONS) as llm:
+    with model.engine(**H2O, enable_prefix_caching=True, **OPTIONS) as llm:
         yield llm
 
 

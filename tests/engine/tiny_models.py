@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.smollm2 import ensure_model
+from vllm_h2o.policy.profile import FILE_NAME, HeadProfile, gate_in_json
 
 VOCABULARY = 512
 _COMMON = {
@@ -39,6 +40,22 @@ def save_llama(folder: Path, **options: Any) -> Path:
 
     config = LlamaConfig(**(_COMMON | {"num_hidden_layers": 4} | options))
     return _save(LlamaForCausalLM, config, folder)
+
+
+def save_heads(folder: Path, num_kv_heads: int = 4, gated: bool = True) -> None:
+    """Beside a model of four layers: falls that differ by layer and head.
+
+    Of four heads both ranks of two have rich and poor ones. A gate has random weights.
+    """
+    curves = [
+        [[s, s / 9, s / 90] for s in torch.logspace(-3, 0, 4).roll(i).tolist()]
+        for i in range(4)
+    ]
+    curves = [layer[:num_kv_heads] for layer in curves]
+    weights = torch.randn(4, 4, 2 * 32 + 4, generator=torch.Generator().manual_seed(0))
+    gate = gate_in_json(0.1 * weights[:, :num_kv_heads], 0.5) if gated else None
+    profile = HeadProfile([64, 128, 512], curves, context_tokens=512, gate=gate)
+    profile.save(folder / FILE_NAME)
 
 
 def save_phi3(folder: Path) -> Path:

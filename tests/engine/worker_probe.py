@@ -88,12 +88,14 @@ class WorkerProbe:
         """
         return self._by_head(lambda held: sorted(held.positions().tolist()))
 
-    def probe_values(self) -> dict[str, list[list[torch.Tensor]]]:
-        """Their values, `[survivors, head_size]` by position."""
+    def probe_values(self, of: str = "values") -> dict[str, list[list[torch.Tensor]]]:
+        """Their values, or `keys`, `[survivors, head_size]` by position."""
+
+        by_slot = {"keys": lambda x: x.keys.mT, "values": lambda x: x.values}
 
         def values(held: HeldSlots) -> torch.Tensor:
             order = held.positions().argsort()
-            return held.gather(lambda pages: pages.values)[order]
+            return held.gather(by_slot[of])[order]
 
         return self._by_head(values)
 

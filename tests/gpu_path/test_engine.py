@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from tests.engine.tiny_models import _COMMON, _save
+from tests.engine.tiny_models import _COMMON, _save, save_hybrid
 from tests.gpu_path.engine import LENGTHS, NUM_TOKENS, result_of
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
@@ -48,8 +48,8 @@ def run(model, monkeypatch):
     """Result of a path; of those of CUDA as `tests.gpu_path.engine` prints it."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 
-    def run(path, policy, lengths=LENGTHS, num_tokens=NUM_TOKENS, **options):
-        request = {"path": path, "model": str(model), "lengths": lengths}
+    def run(path, policy, lengths=LENGTHS, num_tokens=NUM_TOKENS, of=model, **options):
+        request = {"path": path, "model": str(of), "lengths": lengths}
         request |= {"num_tokens": num_tokens}
         request |= {"policy": policy, "options": options}
         if path == "cpu":
@@ -186,6 +186,21 @@ def test_budgets_follow_requests(run, profile, path, by_head):
     assert actual["stats"]["transitions"] == 3
     assert "order_rings" in actual["warmed_up"]
     check_runner(actual, path)
+
+
+@pytest.mark.slow
+def test_graphs_beside_layers_with_a_window(run, tmp_path):
+    """They have no rows of ours in the graph's metadata."""
+    model = save_hybrid(tmp_path, windowed=1)
+    policy = POLICY | {"head_budgets": "uniform"}
+    expected, actual = (
+        run(path, policy, lengths=(20, 100), num_tokens=5, of=model)
+        for path in ("cpu", "v2 graphs")
+    )
+    assert actual["tokens"] == expected["tokens"]
+    assert actual["survivors"] == expected["survivors"]
+    assert actual["stats"] == expected["stats"]
+    check_runner(actual, "v2 graphs")
 
 
 def test_runner_v2_measures_the_heads_that_v1_does(run):

@@ -219,19 +219,25 @@ class H2OImpl(_StockImpl):
         return output
 
     def scored_layer(
-        self, kv_cache: torch.Tensor, spec: H2OAttentionSpec, pages: torch.Tensor
+        self,
+        kv_cache: torch.Tensor,
+        spec: H2OAttentionSpec,
+        filled: torch.Tensor | None = None,
     ) -> ScoredLayer:
-        """The layer with the state of a request that has just filled the budget.
+        """The layer, with the state of a request that has just filled the budget.
 
         Until then every head holds all tokens, the one at position p in slot p.
 
         Args:
             kv_cache: The layer's cache.
             spec: The layer's.
-            pages: `[pages of the budget]` int32 of the request's resident blocks.
+            filled: `[pages of the budget]` int32 of the request's resident blocks;
+                None: no state is needed.
         """
         self._bind(kv_cache, spec)
-        held = pages.long()
+        if filled is None:
+            return ScoredLayer(self._pages, {}, self._params)
+        held = filled.long()
         state = {
             name: mine[held].transpose(0, 1).flatten(1)
             for name, mine in self._pages.state.items()

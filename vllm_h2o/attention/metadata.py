@@ -314,7 +314,7 @@ class H2OMetadataBuilder(_Stock):
         for i in np.flatnonzero(grows).tolist():
             row, request_id = rows.row(i), rows.request_ids[i]
             pages = self.resident_pages(common.block_table_tensor[i], row.grown_from)
-            layers = self._scored(self.layers, pages)
+            layers = self._scored(self.layers)
             before = self.placements.index(request_id, Budget(row.grown_from), True)
             kernels = layers[0].params.kernels
             assert kernels is not None
@@ -354,7 +354,7 @@ class H2OMetadataBuilder(_Stock):
         for i in np.flatnonzero(moves).tolist():
             row, num_tokens = rows.row(i), int(rows.num_computed_tokens[i])
             pages = self.resident_pages(common.block_table_tensor[i], row.budget)
-            layers = self._scored(self.layers, pages)
+            layers = self._scored(self.layers)
             placement = self.placements.index(rows.request_ids[i], Budget.of(row), True)
             nothing_new = Chunk(
                 num_tokens, num_tokens, num_tokens, 0, 0, pages, pages, placement,
@@ -364,10 +364,12 @@ class H2OMetadataBuilder(_Stock):
             assert kernels is not None
             kernels.move_keys(layers, nothing_new)
 
-    def _scored(self, layers: Sequence[Any], pages: torch.Tensor) -> list[ScoredLayer]:
-        """Layers with the state of a request whose resident pages these are."""
+    def _scored(
+        self, layers: Sequence[Any], filled: torch.Tensor | None = None
+    ) -> list[ScoredLayer]:
+        """Layers; with the state of a request that has filled these resident pages."""
         return [
-            layer.impl.scored_layer(layer.kv_cache, self.spec, pages)
+            layer.impl.scored_layer(layer.kv_cache, self.spec, filled)
             for layer in layers
         ]
 

@@ -71,7 +71,7 @@ class Tables:
         longest = -(-spec.max_model_len // spec.page_slots)
         split, own_places, most = None, 0, [layout.budget_blocks] * len(pages)
         # Budgets of the ladder alone are all known, and made now.
-        end, on_ladder = 2 * len(limits.ladder.budgets), bool(limits.why_no_number)
+        end, on_ladder = 2 * len(limits.ladder.budgets), not limits.takes_numbers
         if limits.has_several and not on_ladder:
             end = BudgetPlacements.indices(spec.layout, requests)
         if by_head and spec.h2o.head_budgets == REQUEST:

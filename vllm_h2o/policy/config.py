@@ -14,7 +14,7 @@ from vllm_h2o.policy.options import (
     check_number,
     option,
     parse_budget,
-    parse_share,
+    parse_read,
     parse_window,
     part_of,
     share_of,
@@ -174,7 +174,7 @@ class H2OConfig:
         "100%",
         "Share of the pages of the heavy set that a generated token's query reads: "
         "those whose keys may suit it best, in per cent.",
-        parse_share,
+        parse_read,
     )
     merge: str = option(
         "none",
@@ -207,7 +207,7 @@ class H2OConfig:
         set_ = object.__setattr__
         set_(self, "budget", parse_budget(self.budget))
         set_(self, "observation_window", parse_window(self.observation_window))
-        set_(self, "read", parse_share(self.read))
+        set_(self, "read", parse_read(self.read))
         check_number("recent_ratio", self.recent_ratio, 0.0, 1.0)
         check_number("score_decay", self.score_decay, 0.0, 1.0)
         check_number("cake_gamma", self.cake_gamma, 0.0, 1e6)

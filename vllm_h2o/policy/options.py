@@ -44,8 +44,8 @@ def _percentage(option: str, text: str, fix: str) -> str:
     return f"{percent:g}%"
 
 
-def parse_share(value: int | str) -> str:
-    """Return a percentage as `"N%"`."""
+def parse_read(value: int | str) -> str:
+    """Return the percentage that `--h2o-read` is, as `"N%"`."""
     fix = "use a percentage such as '20%', or '100%' for all"
     try:
         text = _typed(value)

@@ -86,8 +86,13 @@ class RequestLimits:
     @property
     def has_several(self) -> bool:
         """Whether the budgets of two requests can differ."""
-        may_ask = not self.why_no_number
-        return not self.why_one_budget and (may_ask or len(self.ladder.budgets) > 1)
+        differ = self.takes_numbers or len(self.ladder.budgets) > 1
+        return not self.why_one_budget and differ
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether a request may ask for a number of tokens."""
+        return not self.why_no_number
 
     @cached_property
     def most_at_once(self) -> int:
@@ -258,7 +263,7 @@ class RequestOptions:
                 fix = "more than the engine's (--h2o-budget), use "
                 raise _bad("budget", asked, f"{fix}'{100 * engines:g}%' or less")
             return parsed
-        if limits.why_no_number:
+        if not limits.takes_numbers:
             fix = f"{limits.why_no_number}, use a share such as '10%'"
             raise _bad("budget", asked, fix)
         tokens = part_of(most_tokens, parsed) if isinstance(parsed, str) else parsed
