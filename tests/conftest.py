@@ -14,6 +14,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import prices
+from tests.prices import (  # noqa: F401  pytest finds them here
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+)
 from tests.watch import (  # noqa: F401  pytest finds them here
     nothing_is_left,
     nothing_is_left_of_a_module,
@@ -49,8 +54,9 @@ CHECK = tuple(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `make check` by where they are."""
+    """Mark the tests of `make check` by where they are; the dearest files first."""
     for item in items:
         process = item.get_closest_marker("process")
         if item.path.as_posix().startswith(CHECK) and not process:
             item.add_marker(pytest.mark.check)
+    prices.dearest_first(items)

@@ -1,14 +1,14 @@
 """Runs a tier of the suite: `python -m tests.run check`, `test` or `all`.
 
-docs/testing.md says what is in which. A tier is run in parts, each a pytest of its own:
-what needs no engine first, then the engines. A part that fails does not keep the next
-from running. At the end: the slowest tests of all parts, how long each part took, and
-how many tests passed.
+docs/testing.md says what is in which. At the end: the slowest tests, what the suite
+costs beside the last landing (`tests/prices.py`), how long it took, and how many tests
+passed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,29 +18,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import prices
+
 RESULTS = Path(__file__).parents[1] / "build" / "tests"
 NUM_SLOWEST = 20
 
 
-class Part(NamedTuple):
-    """Tests that run side by side."""
+class Tier(NamedTuple):
+    """Which tests are run, and how."""
 
-    name: str
     markers: str
     workers: int = 0
     """Processes of pytest-xdist; 0: pytest's own."""
 
 
 TIERS = {
-    "check": [Part("check", "check")],
-    "test": [
-        Part("without engines", "not engine and not slow", workers=2),
-        Part("engines", "engine and not slow", workers=2),
-    ],
-    "all": [
-        Part("without engines", "not engine", workers=2),
-        Part("engines", "engine", workers=2),
-    ],
+    "check": Tier("check"),
+    "test": Tier("not slow", workers=2),
+    "all": Tier("", workers=2),
 }
 
 
@@ -53,35 +48,37 @@ class Test(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts of a tier; 0 if all of them passed."""
+    """Run a tier; 0 if all of its tests passed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("tier", choices=TIERS)
     args, options = parser.parse_known_args(argv)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    failed, tests, lines = False, [], []
-    for part in TIERS[args.tier]:
-        say(f"tests: {part.name}")
-        results = RESULTS / f"{part.name.replace(' ', '-')}.xml"
-        results.unlink(missing_ok=True)
-        start = time.monotonic()
-        status = run(part, args.tier, results, options)
-        failed |= bool(status)
-        seconds = time.monotonic() - start
-        tests += (found := read(results))
-        ended = f"{len(found)} tests" if found else f"no result, exit status {status},"
-        lines.append(f"{part.name}: {ended} in {seconds:.0f} s")
-    say("\n".join(["", *slowest(tests), "", *lines, total(tests)]))
-    return int(failed)
+    results = RESULTS / f"{args.tier}.xml"
+    results.unlink(missing_ok=True)
+    start = time.monotonic()
+    status = run(args.tier, results, options)
+    seconds = time.monotonic() - start
+    tests = read(results)
+    ended = f"{len(tests)} tests" if tests else f"no result, exit status {status},"
+    lines = ["", *slowest(tests), ""]
+    if tests:
+        costs = prices.read(results)
+        (RESULTS / prices.FILE.name).write_text(json.dumps(costs, indent=1) + "\n")
+        lines += prices.told(costs)
+    say("\n".join([*lines, f"{ended} in {seconds:.0f} s", total(tests)]))
+    return int(bool(status))
 
 
-def run(part: Part, tier: str, results: Path, options: Sequence[str]) -> int:
-    """Exit status of a part's pytest."""
-    command = [sys.executable, "-m", "pytest", "-m", part.markers]
+def run(tier: str, results: Path, options: Sequence[str]) -> int:
+    """Exit status of a tier's pytest."""
+    markers, workers = TIERS[tier]
+    command = [sys.executable, "-m", "pytest", "-m", markers]
     command += ["--hypothesis-profile", tier, f"--junitxml={results}"]
     env = dict(os.environ)
-    if part.workers:
-        # Tests of a module share what is costly to make.
-        command += ["--numprocesses", str(part.workers), "--dist", "loadfile"]
+    if workers:
+        # Tests of a module share what is costly to make; the dearest come first.
+        command += ["--numprocesses", str(workers), "--dist", "loadfile"]
+        command += ["--no-loadscope-reorder"]
         # Threads of OpenMP that wait keep their cores from each other, and vLLM would
         # bind every engine to the same core.
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -89,7 +86,7 @@ def run(part: Part, tier: str, results: Path, options: Sequence[str]) -> int:
 
 
 def read(results: Path) -> list[Test]:
-    """The tests of a part by pytest's JUnit file; none if it did not come to it."""
+    """The tests that ran, by pytest's JUnit file; none if it did not come to it."""
     if not results.exists():
         return []
     tests = []

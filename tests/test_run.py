@@ -1,8 +1,10 @@
 """The runner of the tiers, on suites of a few lines."""
 
+import json
+
 import pytest
 
-from tests import run
+from tests import prices, run
 
 FEW = """
 import pytest
@@ -20,19 +22,15 @@ def lasting():
     raise RuntimeError
 
 def test_whose_end_fails(lasting): pass
-
-@pytest.mark.engine
-def test_of_the_second_part(): pass
 """
 
 
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
-    """Runs one file in two parts; returns the exit status."""
+    """Runs one file as a tier; returns the exit status."""
 
     def main(text, workers=0):
-        parts = [run.Part("first", "not engine", workers), run.Part("second", "engine")]
-        monkeypatch.setattr(run, "TIERS", {"check": parts})
+        monkeypatch.setattr(run, "TIERS", {"check": run.Tier("not slow", workers)})
         monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
         file = tmp_path / "test_few.py"
         file.write_text(text)
@@ -41,25 +39,53 @@ def suite(tmp_path, monkeypatch):
     return main
 
 
-def test_a_failure_fails_the_tier_and_the_other_parts_run(suite, capfd):
+def test_a_failure_fails_the_tier_and_the_others_run(suite, capfd):
     assert suite(FEW, workers=2) == 1
     said = capfd.readouterr().out
-    *_, first, second, last = said.splitlines()
+    *_, ended, last = said.splitlines()
     # A test that fails after it has passed counts once.
-    assert last == "total: 2 passed, 2 failed, 1 skipped"
-    assert first.startswith("first: 4 tests in ")
-    assert second.startswith("second: 1 tests in ")
-    assert "5 slowest tests:" in said
+    assert last == "total: 1 passed, 2 failed, 1 skipped"
+    assert ended.startswith("4 tests in ")
+    assert "4 slowest tests:" in said
 
 
-def test_all_pass_but_for_a_part_that_has_none(suite, capfd):
-    assert suite("def test_a(): pass") == 1
-    assert capfd.readouterr().out.endswith("total: 1 passed, 0 failed, 0 skipped\n")
+@pytest.mark.parametrize(
+    "text, status", [("", 5), ("import os\ndef test_a(): os._exit(3)", 3)]
+)
+def test_a_tier_that_has_none_or_ends_early_fails(suite, capfd, text, status):
+    assert suite(text) == 1
+    said = capfd.readouterr().out
+    assert f"no result, exit status {status}, in " in said
+    assert said.endswith("total: 0 passed, 0 failed, 0 skipped\n")
 
 
-def test_a_part_that_ends_early_fails(suite, capfd):
-    text = "import os, pytest\ndef test_a(): pass\n@pytest.mark.engine\n"
-    assert suite(text + "def test_b(): os._exit(3)") == 1
-    *_, second, last = capfd.readouterr().out.splitlines()
-    assert second.startswith("second: no result, exit status 3, in ")
-    assert last == "total: 1 passed, 0 failed, 0 skipped"
+def test_all_pass_and_files_that_cost_more_are_said(
+    suite, capfd, tmp_path, monkeypatch
+):
+    known = tmp_path / "known.json"
+    monkeypatch.setattr(prices, "FILE", known)
+    known.write_text('{"test_few.py": 0.1, "elsewhere.py": 9}')
+    burn = "from time import process_time as now\ndef test_a():\n    end = now() + 1\n"
+    burn += "    while now() < end: pass"
+    assert suite(burn) == 0
+    said = capfd.readouterr().out
+    assert said.endswith("total: 1 passed, 0 failed, 0 skipped\n")
+    (grown,) = (line for line in said.splitlines() if line.endswith(": test_few.py"))
+    assert " s, was 0.1" in grown and float(grown.split()[0]) > 0.1
+    now = json.loads((tmp_path / "results" / "known.json").read_text())
+    assert [*now] == ["test_few.py"] and now["test_few.py"] > 0.1
+
+
+def test_the_dearest_files_come_first(monkeypatch):
+    class Item:
+        def __init__(self, nodeid):
+            self.nodeid = nodeid
+
+        def get_closest_marker(self, name):
+            return None
+
+    names = ["tests/a.py::x", "tests/b.py::x", "tests/c.py::x", "tests/b.py::y"]
+    items = [Item(name) for name in names]
+    monkeypatch.setattr(prices, "known", lambda: {"b.py": 3.0, "c.py": 5.0})
+    prices.dearest_first(items)
+    assert [x.nodeid for x in items] == [names[2], names[1], names[3], names[0]]
