@@ -34,7 +34,9 @@ def suite(tmp_path, monkeypatch):
         monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
         file = tmp_path / "test_few.py"
         file.write_text(text)
-        return run.main(["check", str(file), "-p", "tests.conftest"])
+        # Wherever this runs, names are those that begin here.
+        root = f"--rootdir={tmp_path}"
+        return run.main(["check", str(file), "-p", "tests.conftest", root])
 
     return main
 

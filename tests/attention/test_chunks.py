@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.attention.test_decode import make_cache, pages_of, params_of, placements_of
+from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import Chunk, ScoredLayer, cpu, reference
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
@@ -161,9 +162,12 @@ def test_where_everything_fits_it_is_dense_attention(case):
         assert all(slot == at for at, (slot, *_) in layer.held(head, 250).items())
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize("end", [192, 150, 100])
+@in_pairs(
+    "quantized, by_head, end",
+    [False, True],
+    [False, True],
+    [192, 150, 100],
+)
 def test_what_is_held_is_what_was_there(quantized, by_head, end):
     """Recent tokens in the ring, sinks, and the best of the rest, all unchanged."""
     layer = Sequence(200, params_of(mean=True), by_head, quantized)

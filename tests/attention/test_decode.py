@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import (
     DecodeParams,
     ResidentRows,
@@ -167,10 +168,11 @@ def test_kernel_equals_reference(name, heads):
             torch.testing.assert_close(pages.thresholds, expected_pages.thresholds)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [pytest.param((9, 3), marks=CHECK), (10, 2)])
-@pytest.mark.parametrize(
-    "name", ["mean", "decay", "softcap", "streaming", "reads a part", "blocks of 48"]
+@in_pairs(
+    "dtype, heads, name",
+    [torch.float32, torch.bfloat16, torch.float16],
+    [pytest.param((9, 3), marks=CHECK), (10, 2)],
+    ["mean", "decay", "softcap", "streaming", "reads a part", "blocks of 48"],
 )
 def test_int8_equals_reference(name, dtype, heads):
     """Its bytes too: both round once, and alike."""

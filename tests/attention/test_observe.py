@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.attention.test_decode import SINKS, make_cache, params_of
+from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import cpu, reference
 from vllm_h2o.attention.pages import Pages
 
@@ -68,9 +69,12 @@ def with_sinks(name, num_heads):
     return replace(params, sink_logits=SINKS[:num_heads]) if name == "sinks" else params
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1), (10, 2)])
-@pytest.mark.parametrize("window", [1, 7, 64])
+@in_pairs(
+    "name, heads, window",
+    CASES,
+    [(9, 3), (4, 4), (8, 1), (10, 2)],
+    [1, 7, 64],
+)
 def test_window(name, heads, window):
     num_tokens = 149
     params = with_sinks(name, heads[0])
@@ -125,9 +129,12 @@ def test_threads_give_the_same_scores_in_every_run():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)])
-@pytest.mark.parametrize("scoring", [40, 7, 1])
+@in_pairs(
+    "dtype, heads, scoring",
+    [torch.float32, torch.bfloat16, torch.float16],
+    [(9, 3), (4, 4), (8, 1)],
+    [40, 7, 1],
+)
 def test_attending_in_the_same_pass(scoring, heads, dtype):
     """Queries before the window attend only; outputs are slices of a larger tensor."""
     first, num_tokens = 109, 149

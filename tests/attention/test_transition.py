@@ -14,6 +14,7 @@ from tests.attention.test_decode import (
     placements_of,
     threads,
 )
+from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, cpu, reference
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
@@ -98,18 +99,24 @@ def check(
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_tokens", [1, 17, 48, 49, 80, 81, 160])
-@pytest.mark.parametrize("by_head", [True, False])
+@in_pairs(
+    "dtype, num_tokens, by_head",
+    [torch.float32, torch.bfloat16, torch.float16],
+    [1, 17, 48, 49, 80, 81, 160],
+    [True, False],
+)
 def test_a_prompt(dtype, num_tokens, by_head):
     """Shorter than a page, at the budget, beyond that of the richest head."""
     config = H2OConfig(sinks=4, pooling=3)
     check(num_tokens, PROMPT, config, dtype, by_head)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dense_size", [16, 48, 64])
-@pytest.mark.parametrize("option", [{}, {"merge": True}, {"quantized": True}])
+@in_pairs(
+    "dtype, dense_size, option",
+    [torch.float32, torch.bfloat16, torch.float16],
+    [16, 48, 64],
+    [{}, {"merge": True}, {"quantized": True}],
+)
 def test_a_prompt_in_pages_of_another_size(dtype, dense_size, option):
     """Those that vLLM has laid out, in its type."""
     config = H2OConfig(sinks=4, pooling=3)
@@ -129,10 +136,13 @@ def test_whole_blocks():
     check(160, PROMPT, config, by_head=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("option", ["read", "merge"])
-@pytest.mark.parametrize("by_head", [True, False])
-@pytest.mark.parametrize("num_tokens", [17, 40, 80, 160])
+@in_pairs(
+    "dtype, option, by_head, num_tokens",
+    [torch.float32, torch.bfloat16],
+    ["read", "merge"],
+    [True, False],
+    [17, 40, 80, 160],
+)
 def test_what_the_next_token_finds_of_a_prompt(dtype, option, by_head, num_tokens):
     """A page's bound is there when the prompt is, and keys' lengths are."""
     check_next_token(dtype, option, by_head, num_tokens, PROMPT)

@@ -3,11 +3,11 @@
 import functools
 from dataclasses import replace
 
-import pytest
 import torch
 
 from tests.attention.triton_heads import CONFIG, make_layers, params_of
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
+from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import Chunk, ScoredLayer, reference, triton
 from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.policy.methods import Sum
@@ -63,9 +63,12 @@ def moving(device):
     return MovingKeys(Reach(limit=40, step=20, chunk=20), frequencies.to(device), True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("grown_at", [0, 100])
+@in_pairs(
+    "dtype, layer, grown_at",
+    [torch.float32, torch.bfloat16],
+    [0, 1, 2],
+    [0, 100],
+)
 def test_keys_move_as_in_the_reference(layer, dtype, grown_at):
     """And nothing else does; in pages of other layers too."""
     case = layer, dtype, grown_at
@@ -85,9 +88,12 @@ def test_keys_move_as_in_the_reference(layer, dtype, grown_at):
     assert moved > 10
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("grown_at", [0, 90, 100])
+@in_pairs(
+    "dtype, layer, grown_at",
+    [torch.float32, torch.bfloat16, torch.int8],
+    [0, 1, 2],
+    [0, 90, 100],
+)
 def test_equals_reference(layer, dtype, grown_at):
     """In pages of other layers, of heads that are full, and whose budget has grown."""
     how = {"softcap": 5.0, "method": Sum(0.9)} if layer == 1 else {}

@@ -12,6 +12,7 @@ from tests.attention.triton_checks import (
     check_selection,
 )
 from tests.attention.triton_state import DEVICE, empty_pages
+from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import (
     DecodeParams,
     Kept,
@@ -111,9 +112,12 @@ def test_every_policy(policy):
     check(random(411), SlotLayout.of_blocks(config, 16, 5), config)
 
 
-@pytest.mark.parametrize("size", [16, 48])
-@pytest.mark.parametrize("more", [0, 1, 15, 64, 301])
-@pytest.mark.parametrize("sinks", [0, 4])
+@in_pairs(
+    "size, more, sinks",
+    [16, 48],
+    [0, 1, 15, 64, 301],
+    [0, 4],
+)
 def test_whole_blocks(size, more, sinks):
     """Also a ring block that is partly filled; sums of quarters are exact."""
     layout = SlotLayout(size, 3 * size, 2 * size, sinks, whole_blocks=True)
