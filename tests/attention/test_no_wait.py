@@ -135,9 +135,9 @@ def make_layers(config, blocks=()):
         return layers, GroupPlacements(layers, True)
     ladder = Ladder(16, budgets, (150, 256), 0.25)
     by_budget = BudgetPlacements(
-        table, config, ladder, table.capacity, lambda blocks, climbs: by_blocks[blocks]
+        table, config, ladder, table.capacity, lambda blocks, *_: by_blocks[blocks]
     )
-    by_budget.make_all()
+    by_budget.make_all(1)
     return layers, GroupPlacements(layers, True, by_budget)
 
 

@@ -96,9 +96,9 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
         )
 
     made, ladder = [], Ladder.of_number(BUDGET_BLOCKS, BLOCK, 1024)
-    split = (lambda n, _: made.append(n * BLOCK) or by_profile(n)) if by_head else None
-    end = BudgetPlacements.indices(layout, max_requests=2)
-    assert end == 6 and BudgetPlacements.indices(layout, max_requests=1) == 4
+    split = (lambda n, *_: made.append(n * BLOCK) or by_profile(n)) if by_head else None
+    end = BudgetPlacements.indices(layout, 1, max_requests=2)
+    assert end == 6 and BudgetPlacements.indices(layout, 1, max_requests=1) == 4
     layers = requests.table.layers
     table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, end)
     budgets = BudgetPlacements(table, CONFIG, ladder, 4, split)
@@ -128,20 +128,19 @@ def test_a_fixed_budget_is_split_apart_from_the_ladder(requests):
     ladder = Ladder(BLOCK, (2, 3, BUDGET_BLOCKS), (64, 96, 1024), 0.25)
     made = []
 
-    def by_profile(n, climbs):
-        made.append((n, climbs))
+    def by_profile(n, climbs, length_class):
+        made.append((n, climbs, length_class))
         return Placement.of_blocks([[n] * 2] * 3, n, CONFIG, BLOCK)
 
     table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, 12)
     budgets = BudgetPlacements(table, CONFIG, ladder, 12, by_profile)
     assert budgets.uniform_index(Budget(64)) == UNIFORM
-    assert budgets.uniform_index(Budget(32, True)) == budgets.uniform_index(Budget(32))
-    fixed, own = Budget(48, True), Budget(64, True)
-    indices = [budgets.uniform_index(x) for x in (Budget(48), fixed, own)]
-    assert len({*indices, UNIFORM}) == 4
-    assert made == [(2, True), (3, True), (3, False), (4, False)]
+    fixed, shorter, own = Budget(48, True), Budget(48, True, 2), Budget(64, True)
+    indices = [budgets.uniform_index(x) for x in (Budget(48), fixed, shorter, own)]
+    assert len({*indices, UNIFORM}) == 5
+    assert made == [(3, True, 0), (3, False, 0), (3, False, 2), (4, False, 0)]
     # What grows to it, where something does.
-    assert table.sizes[0, indices, 0, 2].tolist() == [32, 48, 64]
+    assert table.sizes[0, indices, 0, 2].tolist() == [32, 48, 48, 64]
     assert table.sizes[0, UNIFORM, 0, 2] == 48
 
 

@@ -12,9 +12,8 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
-from tests.engine.test_reference import own_sizes
+from tests.engine.test_reference import sizes_of_heads
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
-from vllm_h2o.policy.profile import allocate
 
 pytestmark = pytest.mark.engine
 
@@ -82,36 +81,38 @@ def test_engine_equals_reference():
     wishes = [{"prefill_chunk": 0}] * len(prompts)
     with engine(ensure_model(), **OPTIONS) as llm:
         (profile,) = llm.collective_rpc("h2o_profile")
-        stretched = profile.stretched(2048, BUDGET)
-        blocks = allocate(stretched, BLOCK, BUDGET // BLOCK, 2048 // BLOCK, 1)
-        own = [[own_sizes(n, BLOCK) for n in layer] for layer in blocks]
+        own = [
+            sizes_of_heads(profile, BUDGET, BLOCK, 2048, len(prompt), NUM_TOKENS)
+            for prompt in prompts
+        ]
         weights = torch.tensor(profile.gate_weights())
+        chunks = [(i, None) for i in range(len(prompts))] + [(0, CHUNK)]
         expected = [
             generate(
-                model, prompt, NUM_TOKENS, [variant], COMMON, own,
+                model, prompts[i], NUM_TOKENS, [variant], COMMON, own[i],
                 head_class=gated_heads(model, weights), chunk=chunk,
             )[0]
-            for prompt, chunk in [*((p, None) for p in prompts), (prompts[0], CHUNK)]
+            for i, chunk in chunks
         ]  # fmt: skip
         for _ in range(2):
             assert_equal_densely(llm, [*prompts, prompts[0]], expected, [*wishes, {}])
         # The next turn of the second goes on within a block.
         turn = prompts[1] + expected[1].tokens + prompts[2][:150]
         result = generate(
-            model, turn, NUM_TOKENS, [variant], COMMON, own,
+            model, turn, NUM_TOKENS, [variant], COMMON, own[1],
             head_class=gated_heads(model, weights), before=expected[1],
         )  # fmt: skip
         assert_equal_densely(llm, [turn], result, [wishes[0] | {"continue": True}])
         assert scheduler(llm).h2o_stats.continued_tokens == 400 + NUM_TOKENS - 1
         # Compressed once, in the step in which it ends, and asked.
         once = generate(
-            model, prompts[1], 1, [variant], COMMON, own,
+            model, prompts[1], 1, [variant], COMMON, own[1],
             head_class=gated_heads(model, weights),
         )  # fmt: skip
         answers(llm, prompts[1:2], greedy(1, extra_args={"h2o": {"keep": "end"}}))
-        asked = prompts[1] + prompts[2][:40]
+        asked = prompts[1] + prompts[2][:50]
         result = generate(
-            model, asked, NUM_TOKENS, [variant], COMMON, own,
+            model, asked, NUM_TOKENS, [variant], COMMON, own[1],
             head_class=gated_heads(model, weights), before=once[0],
         )  # fmt: skip
         assert_equal_densely(llm, [asked], result, [wishes[0] | {"continue": True}])

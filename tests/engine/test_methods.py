@@ -11,12 +11,12 @@ from tests.engine.helpers import (
     outcome,
     prompts_of,
 )
-from tests.engine.test_reference import own_sizes
+from tests.engine.test_reference import sizes_of_heads
 from tests.engine.tiny_models import random_prompts, save_llama
 from tests.policy.packages import example_of, install_kernels, install_method
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
 from vllm_h2o.policy.methods import METHODS, add_from_packages
-from vllm_h2o.policy.profile import HeadProfile, allocate
+from vllm_h2o.policy.profile import HeadProfile
 
 pytestmark = pytest.mark.engine
 
@@ -117,11 +117,11 @@ def test_all_with_budgets_by_head_equal_their_dense_reference(monkeypatch):
 
     Also of a request that fills the common budget while it generates.
     """
-    blocks = allocate(
-        HeadProfile.load(SMOLLM2_HEADS).stretched(2048, 256), 32, 8, 64, 1
-    )
-    own = [[own_sizes(number, 32) for number in layer] for layer in blocks]
-    assert len({head.budget for layer in own for head in layer}) > 4
+    profile, lengths = HeadProfile.load(SMOLLM2_HEADS), (400, 250)
+    own = [
+        sizes_of_heads(profile, 256, 32, 2048, length, NUM_TOKENS) for length in lengths
+    ]
+    assert len({head.budget for layer in own[0] for head in layer}) > 4
     options = options_of("norm") | {
         "h2o_budget": 256,
         "h2o_read": "50%",
@@ -129,7 +129,7 @@ def test_all_with_budgets_by_head_equal_their_dense_reference(monkeypatch):
         "h2o_head_budgets": "auto",
     }
     common = Sizes(128, 128, 32)
-    lengths, both = (400, 250), {"read": 0.5, "merge": True}
+    both = {"read": 0.5, "merge": True}
     check(None, options, "mean", NormHead, monkeypatch, common, lengths, own, **both)
 
 
@@ -141,7 +141,7 @@ def check(
     monkeypatch,
     sizes=SIZES,
     lengths=(300, 122),
-    own=None,
+    own=(None, None),
     kernels="reference",
     **rules,
 ):
@@ -153,9 +153,9 @@ def check(
     prompts = random_prompts(*lengths, seed=2) if folder else prompts_of(*lengths)
     expected = [
         generate(
-            model, prompt, NUM_TOKENS, [variant], sizes, own, head_class=head_class
+            model, prompt, NUM_TOKENS, [variant], sizes, heads, head_class=head_class
         )[0]
-        for prompt in prompts
+        for prompt, heads in zip(prompts, own, strict=True)
     ]
     options |= {"max_num_batched_tokens": 256, "enable_prefix_caching": True}
     # Of those of 128 KV heads have pages of 64 slots.

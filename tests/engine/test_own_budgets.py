@@ -147,3 +147,19 @@ def test_what_can_not_be_is_refused(mixed, prompts, asked, said):
     with pytest.raises(VLLMValidationError, match=f"h2o_budget.* {asked}.*{said}"):
         answers(mixed, prompts[4:], greedy(4, **wishes(asked)))
     assert_pool_whole(mixed)
+
+
+def test_a_number_is_split_over_heads_for_the_length_of_each_request():
+    """As by an engine whose longest request is of the class's length: 2048, 1448, 1024,
+    724, 512 tokens."""
+    model = model_named("random weights")
+    short, long = model.prompts(600, 1800)
+    number = {"kv_policy": "h2o", "h2o_budget": BUDGET}
+    with model.engine(**number, max_model_len=2048) as llm:
+        found = [outcome(llm, prompt, NUM_TOKENS) for prompt in (short, long, short)]
+    assert found[0] == found[2]
+    with model.engine(**number, max_model_len=724) as llm:
+        assert outcome(llm, short, NUM_TOKENS) == found[0]
+    sizes = [[[len(x) for x in layer] for layer in held] for _, held in found[:2]]
+    assert sizes[0] != sizes[1]
+    assert [sum(map(sum, each)) for each in sizes] == [4 * 4 * BUDGET] * 2

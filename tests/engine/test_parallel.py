@@ -20,10 +20,10 @@ pytestmark = pytest.mark.engine
 
 NUM_TOKENS, BUDGET, MAX_MODEL_LEN = 150, 128, 1024
 # Ranks sum in another order than one alone, which decides ties of float32 the other
-# way. In these prompts the dense reference meets no decision closer than 2e-5 of a
-# value, with either budgets; with seed 1 it does. Whose value a lost token goes into
-# is decided much more often: where values merge, fewer tokens are lost here.
-PROMPTS = random_prompts(90, 300, 410, 601, seed=2)
+# way: beside sinks one prompt of seed 2 meets such a tie, none of seeds 3, 4 and 6.
+# Whose value a lost token goes into is decided much more often: where values merge,
+# fewer tokens are lost here.
+LENGTHS, SEED = (90, 300, 410, 601), 2
 
 
 SINKS = functools.partial(
@@ -40,6 +40,7 @@ def run(
     shares_heads=False,
     num_prompts=None,
     num_tokens=NUM_TOKENS,
+    seed=SEED,
     **options,
 ):
     """Tokens and logprobs by prompt; survivors by rank, prompt, layer and KV head."""
@@ -56,7 +57,8 @@ def run(
     ) as llm:
         llm.collective_rpc("probe_watch")
         llm.collective_rpc("h2o_record")
-        inputs = [{"prompt_token_ids": p} for p in PROMPTS[:num_prompts]]
+        prompts = random_prompts(*LENGTHS, seed=seed)
+        inputs = [{"prompt_token_ids": p} for p in prompts[:num_prompts]]
         sampling = greedy(num_tokens, logprobs=5, detokenize=False)
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         ranks = llm.collective_rpc("probe_survivors")
@@ -107,7 +109,7 @@ def joined(ranks):
             {"save": save_lfm2, "compilation_config": ROTATES_ALL_HEADS}
             | {"h2o_prefill_chunk": 256},
         ),
-        ("by head", {"save": SINKS}),
+        ("by head", {"save": SINKS, "seed": 3}),
         # The budgets of two requests grow.
         ("by head", {"policy": "gate", "budget": "40%", "h2o_min_budget": 64}),
         (
@@ -178,7 +180,7 @@ def test_ranks_that_share_a_head_choose_by_their_own_queries(
         save_heads(model, 1)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     tokens, _, (first, second) = run(model, 2, shares_heads=True)
-    assert [len(t) for t in tokens] == [NUM_TOKENS] * len(PROMPTS)
+    assert [len(t) for t in tokens] == [NUM_TOKENS] * len(LENGTHS)
     assert len({tuple(t) for t in tokens}) == len(tokens)
     assert slots(first) == slots(second)
     assert first != second

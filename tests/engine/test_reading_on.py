@@ -18,9 +18,9 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
-from tests.engine.test_reference import own_sizes
+from tests.engine.test_reference import sizes_of_heads
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
-from vllm_h2o.policy.profile import HeadProfile, allocate
+from vllm_h2o.policy.profile import HeadProfile
 
 pytestmark = pytest.mark.engine
 
@@ -85,17 +85,18 @@ def test_engine_equals_reference():
     model, prompts = DenseLlama(ensure_model()), prompts_of(393, 320, 140)
     head_class = functools.partial(MovingHead, model)
     variant = Variant(48, 15, "mean", "token")
-    blocks = allocate(
-        HeadProfile.load(SMOLLM2_HEADS).stretched(512, BUDGET),
-        BLOCK, BUDGET // BLOCK, 512 // BLOCK, 1,
-    )  # fmt: skip
-    own = [[own_sizes(n, BLOCK) for n in layer] for layer in blocks]
+    profile = HeadProfile.load(SMOLLM2_HEADS)
+    own = [
+        sizes_of_heads(profile, BUDGET, BLOCK, 512, len(prompt), NUM_TOKENS)
+        for prompt in prompts
+    ]
+    assert own[0] != own[2], "all are of one class of lengths"
     expected = [
         generate(
-            model, prompt, NUM_TOKENS, [variant], COMMON, own,
+            model, prompt, NUM_TOKENS, [variant], COMMON, sizes,
             chunk=CHUNK if len(prompt) > CHUNK else None, head_class=head_class,
         )[0]
-        for prompt in prompts
+        for prompt, sizes in zip(prompts, own, strict=True)
     ]  # fmt: skip
     with engine(ensure_model(), **OPTIONS) as llm:
         assert pool(llm).num_gpu_blocks < -(-512 // BLOCK), (
@@ -104,7 +105,7 @@ def test_engine_equals_reference():
         for _ in range(2):
             assert_equal_densely(llm, prompts, expected)
         _assert_goes_on(llm, model, expected, prompts, (variant, COMMON, own))
-        _assert_session_goes_on(llm, model, expected[0], prompts[0], (variant, own))
+        _assert_session_goes_on(llm, model, expected[0], prompts[0], (variant, own[0]))
         _assert_full_session_ends(llm, prompts[2])
         llm.collective_rpc("probe_watch")
         add(llm, "preempted", prompts[0], NUM_TOKENS)
@@ -182,7 +183,7 @@ def _assert_goes_on(llm, model, expected, prompts, rules):
     for which, length in ((0, 90), (2, 200), (0, 90)):
         turn = prompts[which] + expected[which].tokens + more[:length]
         result = generate(
-            model, turn, NUM_TOKENS, [variant], common, own, chunk=CHUNK,
+            model, turn, NUM_TOKENS, [variant], common, own[which], chunk=CHUNK,
             before=expected[which],
         )  # fmt: skip
         before = scheduler(llm).h2o_stats.continued_tokens
@@ -192,12 +193,12 @@ def _assert_goes_on(llm, model, expected, prompts, rules):
     # A turn with another answer than was given goes on from the end of the prompt.
     assert_equal_densely(llm, prompts[:1], expected[:1], [{"keep": "prompt"}])
     before = generate(
-        model, prompts[0], 1, [variant], common, own, chunk=CHUNK,
+        model, prompts[0], 1, [variant], common, own[0], chunk=CHUNK,
         head_class=functools.partial(MovingHead, model),
     )[0]  # fmt: skip
     turn = prompts[0] + more[50:110]
     result = generate(
-        model, turn, NUM_TOKENS, [variant], common, own, chunk=CHUNK, before=before
+        model, turn, NUM_TOKENS, [variant], common, own[0], chunk=CHUNK, before=before
     )
     before = scheduler(llm).h2o_stats.continued_tokens
     assert_equal_densely(llm, [turn], result, [{"continue": True}])

@@ -21,6 +21,7 @@ from tests.engine.helpers import (
 from tests.engine.tiny_models import random_prompts, save_granite_swa, save_llama
 from tests.reference.dense_h2o import DenseLlama, Head, RoundedHead, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
+from vllm_h2o.policy.ladder import length_class, lengths_of
 from vllm_h2o.policy.profile import HeadProfile, allocate
 
 pytestmark = pytest.mark.engine
@@ -133,20 +134,20 @@ def test_budgets_by_head_equal_reference(block):
 
     vLLM's default on CPU are blocks of 128, which heads have in pages of 64 slots.
     """
-    profile, page = (
-        HeadProfile.load(SMOLLM2_HEADS).stretched(2048, BUDGET),
-        min(block, 64),
-    )
-    pages = allocate(profile, page, BUDGET // page, 2048 // page, 1)
-    sizes = [[own_sizes(n, page) for n in layer] for layer in pages]
-    assert len({head.budget for layer in sizes for head in layer}) > 4
+    profile, page = HeadProfile.load(SMOLLM2_HEADS), min(block, 64)
     common = Sizes(heavy=BUDGET // 2, recent=BUDGET // 2, block=page)
     variant = Variant(64, 15, "mean", "token")
     prompts = prompts_of(230, 300, 700)
+    own = [
+        sizes_of_heads(profile, BUDGET, page, 2048, len(prompt), NUM_TOKENS)
+        for prompt in prompts
+    ]
+    assert len({head.budget for layer in own[-1] for head in layer}) > 4
+    assert own[0] != own[-1], "all are of one class of lengths"
     model = DenseLlama(ensure_model())
     expected = [
         generate_densely(model, prompt, NUM_TOKENS, [variant], common, sizes)[0]
-        for prompt in prompts
+        for prompt, sizes in zip(prompts, own, strict=True)
     ]
     settings = json.loads(settings_of(variant))
     options = {f"h2o_{name}": value for name, value in settings.items()}
@@ -241,6 +242,24 @@ def test_loss_in_int8_equals_reference(llama, tmp_path):
         held = sum(len(theirs) for _, theirs in pairs)
         assert all(len(ours) == len(theirs) == sizes.budget for ours, theirs in pairs)
         assert sum(len(ours & theirs) for ours, theirs in pairs) >= 0.99 * held
+
+
+def sizes_of_heads(profile, budget, page, longest, num_prompt, num_tokens):
+    """`[num_layers][num_kv_heads]`, of a budget that is a number: see `lengths_of`.
+
+    No head has more than the longest request's richest.
+    """
+    most_tokens = min(num_prompt + num_tokens, longest)
+    of_class = lengths_of(budget, longest)[
+        length_class(budget, longest, num_prompt, most_tokens)
+    ]
+    richest = longest
+    for length in (longest, of_class):
+        most = -(-length // page)
+        stretched = profile.stretched(most * page, budget)
+        split = allocate(stretched, page, budget // page, min(most, richest), 1)
+        richest = max(map(max, split))
+    return [[own_sizes(n, page) for n in layer] for layer in split]
 
 
 def own_sizes(blocks, block):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_h2o.policy.ladder import Ladder
+from vllm_h2o.policy.ladder import Ladder, length_class, lengths_of
 
 LONG = Ladder.of_share(0.2, 256, 820, 32, 131072)
 
@@ -81,3 +81,17 @@ def test_no_step_is_longer_than_an_eighth_or_a_block(block_size):
     ladder = Ladder.of_share(0.1, 256, 820, block_size, 262144)
     for before, budget in zip(ladder.budgets, ladder.budgets[1:], strict=False):
         assert budget <= max(before * 9 / 8, before + 1)
+
+
+@pytest.mark.parametrize("budget, longest", [(64, 8192), (192, 1000), (512, 700)])
+def test_a_number_is_split_for_a_class_of_lengths(budget, longest):
+    lengths = lengths_of(budget, longest)
+    assert lengths[0] == longest and lengths[-1] >= min(2 * budget, longest)
+    assert len(lengths) == 1 + int(2 * math.log2(max(longest / (2 * budget), 1)))
+    for n in (1, budget, longest // 2, longest):
+        for most in (n, longest):
+            mine = lengths[length_class(budget, longest, n, most)]
+            # Of what reads n tokens and may go on for long, a quarter more is expected.
+            aim = min(most, int(1.25 * n))
+            assert mine >= min(aim, longest)
+            assert mine <= max(2**0.5 * aim + 1, lengths[-1])

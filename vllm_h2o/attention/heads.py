@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.ladder import Ladder
+from vllm_h2o.policy.ladder import Ladder, lengths_of
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.placement import PageOf, Placement, layouts_of, lend_by_budget
 from vllm_h2o.policy.profile import (
@@ -24,7 +24,7 @@ class HeadBudgets:
     """How a model's KV heads split the budgets of an engine's requests.
 
     The budgets that requests climb are split one from the other, for the lengths that
-    each serves; any other is split on its own.
+    each serves; a number of tokens on its own, for a class of lengths.
     """
 
     def __init__(
@@ -71,32 +71,33 @@ class HeadBudgets:
         budgets = [self._pages_of(blocks) for blocks in self._ladder.budgets]
         return lend_by_budget(self._splits, budgets)
 
-    def split(self, budget_blocks: int, climbs: bool = True) -> list[list[int]]:
+    def split(
+        self, budget_blocks: int, climbs: bool = True, length_class: int = 0
+    ) -> list[list[int]]:
         """`[num_layers][num_kv_heads]` pages of a budget.
 
         Args:
             budget_blocks: Blocks of a head on average.
             climbs: Whether it is on the ladder.
+            length_class: See `vllm_h2o.policy.ladder.Climb`.
         """
         ladder = self._ladder
-        if climbs:
+        if climbs and not length_class:
             return self._splits[ladder.budgets.index(budget_blocks)]
-        longest = ladder.lengths[-1]
-        if ladder.share is not None:
-            served = int(budget_blocks * ladder.block_size / ladder.share)
-            longest = min(served, longest)
+        slots, longest = budget_blocks * ladder.block_size, ladder.lengths[-1]
+        length = lengths_of(slots, longest)[length_class]
         budget = self._pages_of(budget_blocks)
-        (of_model,) = self._splits_of([budget], [longest], self._richest)
+        (of_model,) = self._splits_of([budget], [length], self._richest)
         return of_model[:, self._kv_heads].tolist()
 
-    def placement(self, budget_blocks: int, climbs: bool = True) -> Placement:
+    def placement(
+        self, budget_blocks: int, climbs: bool = True, length_class: int = 0
+    ) -> Placement:
         """Where these are; arguments as of `split`."""
         config, size = self._config, self._page_slots
-        if not climbs:
-            wanted, budget = (
-                self.split(budget_blocks, climbs),
-                self._pages_of(budget_blocks),
-            )
+        if not climbs or length_class:
+            wanted = self.split(budget_blocks, climbs, length_class)
+            budget = self._pages_of(budget_blocks)
             return Placement.of_blocks(wanted, budget, config, size)
         placement = None
         for blocks in self._ladder.up_to(budget_blocks)[-2:]:
@@ -118,8 +119,9 @@ class HeadBudgets:
             num_kv_heads: Of a layer, on a rank. Which of the model's these are does not
                 matter: the result is the same on all ranks.
         """
-        size, split = self._page_slots, self._splits[-1]
-        return size * max(map(max, split)), size * _richest_layer(split, num_kv_heads)
+        size, most = self._page_slots, max(map(max, self._splits[-1]))
+        layers = (_richest_layer(split, num_kv_heads) for split in self._of_engines)
+        return size * most, size * max(layers)
 
     def slots_per_token(self, num_kv_heads: int) -> float:
         """Slots that the heads of one layer have for a token of a request's budget.
@@ -131,8 +133,19 @@ class HeadBudgets:
         """
         return max(
             _richest_layer(split, num_kv_heads) / self._pages_of(budget)
-            for split, budget in zip(self._splits, self._ladder.budgets, strict=True)
+            for budget, split in [
+                *zip(self._ladder.budgets, self._splits, strict=True),
+                *((self._ladder.budgets[-1], split) for split in self._of_engines),
+            ]
         )
+
+    @functools.cached_property
+    def _of_engines(self) -> list[list[list[int]]]:
+        """Splits of the engine's budget, for all length classes."""
+        blocks = self._ladder.budgets[-1]
+        return [
+            self.split(blocks, True, each) for each in range(self._ladder.num_classes)
+        ]
 
 
 def _richest_layer(split: Sequence[Sequence[int]], num_kv_heads: int) -> int:
@@ -140,7 +153,7 @@ def _richest_layer(split: Sequence[Sequence[int]], num_kv_heads: int) -> int:
     return max(sum(sorted(layer)[-num_kv_heads:]) for layer in split)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=128)
 def _splits(
     curves: str,
     budgets: tuple[int, ...],

@@ -163,15 +163,17 @@ class Budget(NamedTuple):
         slots: Of a KV head on average, whole blocks.
         is_fixed: Whether the request has asked for them; else it is on the engine's
             ladder.
+        length_class: See `vllm_h2o.policy.ladder.Climb`.
     """
 
     slots: int
     is_fixed: bool = False
+    length_class: int = 0
 
     @classmethod
     def of(cls, row: RowPlan) -> Budget:
         """That of a row."""
-        return cls(row.budget, bool(row.is_fixed))
+        return cls(row.budget, bool(row.is_fixed), row.length_class)
 
 
 class BudgetPlacements:
@@ -188,7 +190,7 @@ class BudgetPlacements:
         config: H2OConfig,
         ladder: Ladder,
         end: int,
-        split: Callable[[int, bool], Placement] | None = None,
+        split: Callable[[int, bool, int], Placement] | None = None,
     ) -> None:
         """Use the table's indices before `end`.
 
@@ -197,27 +199,32 @@ class BudgetPlacements:
             config: The policy.
             ladder: The budgets of requests that ask for none; the last is the engine's.
             end: See `indices`.
-            split: Gives heads budgets of their own, by the blocks of one on average and
-                whether that is on the ladder; None: all are alike, or each request is
-                split in its own way.
+            split: Gives heads budgets of their own, by the blocks of one on average,
+                whether that is on the ladder, and the length class; None: all are
+                alike, or each request is split in its own way.
         """
         self._table, self._config, self._ladder = table, config, ladder
         self._split = split
         self._free = list(range(2, end, 2))
-        # By blocks and whether these are on the ladder, the last used is the last.
-        self._index: dict[tuple[int, bool], int] = {}
+        # By blocks, whether these are on the ladder, and length class; the last used is
+        # the last.
+        self._index: dict[tuple[int, bool, int], int] = {}
         if len(ladder.budgets) > 1:
             table.grows_from(ladder.budgets[-2] * ladder.block_size)
 
     @staticmethod
-    def indices(layout: SlotLayout, max_requests: int) -> int:
-        """How many indices budgets up to the engine's need, of so many requests."""
-        return 2 + 2 * max(min(2 * layout.budget_blocks, max_requests), 0)
+    def indices(layout: SlotLayout, classes: int, max_requests: int) -> int:
+        """How many indices budgets up to the engine's need, of so many length classes
+        at most, and requests."""
+        return 2 + 2 * max(min(2 * layout.budget_blocks * classes, max_requests), 0)
 
-    def make_all(self) -> None:
-        """Make those of all budgets of the ladder, which are then never overwritten."""
+    def make_all(self, classes: int) -> None:
+        """Make those of all budgets of the ladder, or of all length classes of the only
+        one, which are then never overwritten."""
         for blocks in self._ladder.budgets:
-            self.uniform_index(Budget(blocks * self._ladder.block_size))
+            for each in range(classes):
+                slots = blocks * self._ladder.block_size
+                self.uniform_index(Budget(slots, length_class=each))
 
     def uniform_index(self, budget: Budget) -> int:
         """Where the placement of a request is that does not fill its budget yet.
@@ -230,20 +237,21 @@ class BudgetPlacements:
         """
         blocks, ladder = budget.slots // self._ladder.block_size, self._ladder.budgets
         # Heads part in pages of their own by the first split of a ladder alone, so that
-        # who has asked for a later one's budget gets a split apart.
-        climbs = not budget.is_fixed or blocks == ladder[0]
-        if climbs and blocks == ladder[-1]:
+        # who has asked for a budget gets a split apart, but for the engine's number.
+        climbs = not budget.is_fixed or (blocks,) == ladder
+        length_class = budget.length_class if self._split else 0
+        if climbs and blocks == ladder[-1] and not length_class:
             return UNIFORM
-        key = blocks, climbs
+        key = blocks, climbs, length_class
         index = self._index.pop(key, None)
         if index is None:
             oldest = None if self._free else next(iter(self._index))
             index = self._free.pop() if oldest is None else self._index.pop(oldest)
-            self._make(index, blocks, climbs)
+            self._make(index, *key)
         self._index[key] = index
         return index
 
-    def _make(self, index: int, blocks: int, climbs: bool) -> None:
+    def _make(self, index: int, blocks: int, climbs: bool, length_class: int) -> None:
         num_layers, _, num_kv_heads = self._table.order.shape
         budgets = self._ladder.up_to(blocks)[-2:] if climbs else (blocks,)
         size = self._table.page_slots
@@ -252,7 +260,7 @@ class BudgetPlacements:
         alike = Placement.alike(shape, pages, self._config, size)
         self._table.put(index + UNIFORM, alike)
         if self._split:
-            self._table.put(index + BY_HEAD, self._split(blocks, climbs))
+            self._table.put(index + BY_HEAD, self._split(blocks, climbs, length_class))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from vllm_h2o.attention.placements import (
 from vllm_h2o.core.plan import ResidencyPlan, RowPlan
 from vllm_h2o.policy.methods import Queries
 
+_MOST_CLASSES = 128
+"""Length classes of a budget: more than the longest request has."""
+
 
 class RowPlacements:
     """Indices in the table of a KV cache group, by what rows have and ask for.
@@ -58,13 +61,15 @@ class RowPlacements:
     def of_rows(self, rows: ResidencyPlan) -> npt.NDArray[np.int32]:
         """`[num_rows]` indices of the rows of a batch of decodes."""
         filled = (rows.num_computed_tokens >= rows.budgets) | (rows.grown_at > 0)
-        both = 2 * rows.budgets + rows.is_fixed
-        budgets, of_row = both[:1], np.zeros_like(both)
-        if (both != budgets).any():
-            budgets, of_row = np.unique(both, return_inverse=True)
+        packed = (_MOST_CLASSES * rows.budgets + rows.length_classes) * 2
+        packed += rows.is_fixed
+        budgets, of_row = packed[:1], np.zeros_like(packed)
+        if (packed != budgets).any():
+            budgets, of_row = np.unique(packed, return_inverse=True)
         uniform = [
-            self.index("", Budget(slots, bool(is_fixed)), False)
-            for slots, is_fixed in (divmod(budget, 2) for budget in budgets.tolist())
+            self.index("", Budget(slots, bool(is_fixed), length_class), False)
+            for each, is_fixed in (divmod(budget, 2) for budget in budgets.tolist())
+            for slots, length_class in [divmod(each, _MOST_CLASSES)]
         ]
         switched = BY_HEAD if self._by_head else UNIFORM
         indices = np.array(uniform, np.int32)[of_row] + np.where(filled, switched, 0)

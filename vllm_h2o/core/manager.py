@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm_h2o.core.plan import ResidencyPlan
     from vllm_h2o.core.spec import H2OAttentionSpec
 
-_NEVER_GROWN = 0, 0, 0, 0
+_NEVER_GROWN = 0, 0, 0, 0, 0
 
 
 class _Reading(NamedTuple):
@@ -110,7 +110,7 @@ class H2OManager(FullAttentionManager):
         self._first_query: dict[str, int] = {}
         self._budget: dict[str, int] = {}
         self._climb: dict[str, Climb] = {}
-        self._growth: dict[str, tuple[int, int, int, int]] = {}
+        self._growth: dict[str, tuple[int, int, int, int, int]] = {}
         self._reading: dict[str, _Reading] = {}
         self._readers: set[str] = set()
         self._sources: dict[str, list[KVCacheBlock]] = {}
@@ -296,14 +296,14 @@ class H2OManager(FullAttentionManager):
         return [*map(self._budget.__getitem__, request_ids)]
 
     def growths(self, request_ids: Sequence[str]) -> list[list[int]]:
-        """`RowPlan`'s `grown_at`, `grown_from`, `grown_before` and `is_fixed`, of each.
+        """`RowPlan`'s `grown_at` to `length_class`, of each.
 
         Nothing where all would be 0.
         """
         if not self._growth:
             return []
         grown = [self._growth.get(name, _NEVER_GROWN) for name in request_ids]
-        return [[growth[field] for growth in grown] for field in range(4)]
+        return [[growth[field] for growth in grown] for field in range(5)]
 
     def stays_dense(self, request_id: str) -> bool:
         """Whether the request keeps its dense blocks.
@@ -465,9 +465,10 @@ class H2OManager(FullAttentionManager):
         """Note which budget a request has from now on."""
         self._climb[request_id], self._budget[request_id] = climb, climb.budget
         self._growth.pop(request_id, None)
-        if climb.grown_at or climb.is_fixed:
+        if climb.grown_at or climb.is_fixed or climb.length_class:
             self._growth[request_id] = (
-                climb.grown_at, climb.grown_from, climb.grown_before, climb.is_fixed
+                climb.grown_at, climb.grown_from, climb.grown_before, climb.is_fixed,
+                climb.length_class,
             )  # fmt: skip
 
     def _new_blocks(self, count: int) -> list[KVCacheBlock]:

@@ -27,6 +27,7 @@ class RowPlan(NamedTuple):
         grown_before: Tokens of the sequence when that had grown; 0: it had not.
         is_fixed: Whether the request has asked for this budget, in tokens; else it
             is on the engine's ladder.
+        length_class: See `Climb`.
         chunk_start: Tokens of the sequence when it was last compressed, where its
             prompt goes on beside what is held of them; 0: it is read densely.
         scored_from: Position of the first query that has scored what is then held.
@@ -41,6 +42,7 @@ class RowPlan(NamedTuple):
     grown_from: int = 0
     grown_before: int = 0
     is_fixed: int = 0
+    length_class: int = 0
     chunk_start: int = 0
     scored_from: int = 0
 
@@ -85,7 +87,7 @@ class ResidencyPlan:
 
     Attributes:
         request_ids: The scheduled requests.
-        counts: `[11, num_requests]` int64, the fields of `RowPlan` by request.
+        counts: `[12, num_requests]` int64, the fields of `RowPlan` by request.
         stats: The counters by name.
         restarted: Requests whose prompt is going to be read again, though they neither
             finished nor were preempted: sessions that got their next turn.
@@ -151,14 +153,19 @@ class ResidencyPlan:
         return self.counts[8]
 
     @property
+    def length_classes(self) -> np.ndarray:
+        """`[num_requests]` for which lengths budgets are split, see `Climb`."""
+        return self.counts[9]
+
+    @property
     def chunk_starts(self) -> np.ndarray:
         """`[num_requests]` tokens of each when last compressed, see `RowPlan`."""
-        return self.counts[9]
+        return self.counts[10]
 
     @property
     def scored_from(self) -> np.ndarray:
         """`[num_requests]` position of the first query that had scored it."""
-        return self.counts[10]
+        return self.counts[11]
 
     @property
     def decodes(self) -> np.ndarray:

@@ -183,8 +183,9 @@ def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:
         limits = resolved.limits(spec)
         if not resolved.by_head and not limits.has_several:
             continue
+        classes = limits.ladder.num_classes if resolved.by_head else 1
         # Before and after heads part. Pages: a head has the budget's on average.
-        sizes = 2 * len(limits.ladder.budgets) * 4 * NUM_SIZES
-        pages = spec.page_layout.budget_blocks * (4 + 8 + 8)
+        sizes = 2 * len(limits.ladder.budgets) * classes * 4 * NUM_SIZES
+        pages = spec.page_layout.budget_blocks * classes * (4 + 8 + 8)
         num_bytes += spec.num_kv_heads * (sizes + pages)
     return num_bytes

@@ -22,7 +22,7 @@ from vllm_h2o.calibration.head_profiles import check_profile
 from vllm_h2o.calibration.ranks import own_kv_heads
 from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.policy.config import REQUEST
-from vllm_h2o.policy.ladder import Ladder
+from vllm_h2o.policy.ladder import Ladder, lengths_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,16 +72,22 @@ class Tables:
         split, own_places, most = None, 0, [layout.budget_blocks] * len(pages)
         # Budgets of the ladder alone are all known, and made now.
         end, on_ladder = 2 * len(limits.ladder.budgets), not limits.takes_numbers
-        if limits.has_several and not on_ladder:
-            end = BudgetPlacements.indices(spec.layout, requests)
+        classes = 1
         if by_head and spec.h2o.head_budgets == REQUEST:
             own_places, most = requests, [longest] * len(pages)
         elif by_head:
             split = self._head_budgets(builder, limits.ladder).placement
-            engines = split(spec.layout.budget_blocks, True)
+            classes = limits.ladder.num_classes
+            engines = split(spec.layout.budget_blocks)
             most = [max(map(len, heads)) for heads in engines.pages]
-            if not on_ladder:  # a request's own number may be split otherwise
+            if not on_ladder or classes > 1:  # other lengths are split otherwise
                 most = [spec.largest_budget // spec.page_slots] * len(pages)
+        has_several = limits.has_several or classes > 1
+        if has_several and not on_ladder:
+            any_number = len(lengths_of(spec.block_slots, spec.max_model_len))
+            end = BudgetPlacements.indices(spec.layout, any_number, requests)
+        elif classes > 1:
+            end = 2 * classes
         table = PlacementTable(pages, layout, most, end + own_places)
         if split:
             table.put(BY_HEAD, engines)
@@ -89,11 +95,11 @@ class Tables:
             transitions.by_request = RequestPlacements(table, spec.h2o, layout, end)
         for layer, part in zip(layers, table.parts(), strict=True):
             layer.impl.placements = part
-        if not limits.has_several:
+        if not has_several:
             return GroupPlacements(layers, by_head)
         by_budget = BudgetPlacements(table, spec.h2o, limits.ladder, end, split)
         if on_ladder:
-            by_budget.make_all()
+            by_budget.make_all(classes)
         return GroupPlacements(layers, by_head, by_budget)
 
     def _has_head_budgets(self, builder: H2OMetadataBuilder) -> bool:

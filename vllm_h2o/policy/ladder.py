@@ -1,5 +1,7 @@
 """Budgets that follow the request: which budget serves how many tokens.
 
+A budget that is a number stays; what follows the request is how heads split it.
+
 A budget in per cent is a share of what a request has. Lengths come in classes, each an
 eighth longer than the one before, or a block; a class has its budget, and a request
 that outgrows its class goes on with the next one's.
@@ -14,6 +16,40 @@ _STEP = 1 + 1 / 8
 _ROOM = 1.25
 """A request whose end is further off than so many times its prompt begins with the
 budget of that, and grows."""
+
+
+_SHORTER = 2**0.5
+
+
+def lengths_of(budget: int, longest: int) -> tuple[int, ...]:
+    """Lengths of requests that a number of tokens is split over heads for.
+
+    Args:
+        budget: Slots of a KV head on average.
+        longest: Tokens of the longest request.
+
+    Returns:
+        That first, each of the others shorter by a factor of `_SHORTER`, the last at
+        least twice the budget.
+    """
+    lengths = [longest]
+    while (shorter := round(longest / _SHORTER ** len(lengths))) >= 2 * budget:
+        lengths.append(shorter)
+    return tuple(lengths)
+
+
+def length_class(budget: int, longest: int, num_tokens: int, most_tokens: int) -> int:
+    """Index of the shortest of `lengths_of` that is long enough for a request.
+
+    Args:
+        budget: See `lengths_of`.
+        longest: Likewise.
+        num_tokens: Of what the request reads.
+        most_tokens: That it can have at its end.
+    """
+    aim = min(most_tokens, int(num_tokens * _ROOM))
+    lengths = lengths_of(budget, longest)
+    return sum(length >= aim for length in lengths[1:])
 
 
 @dataclass(frozen=True)
@@ -74,6 +110,13 @@ class Ladder:
         """One class, whose budget all requests have."""
         return cls(block_size, (blocks,), (max_model_len,))
 
+    @property
+    def num_classes(self) -> int:
+        """Length classes of the engine's budget, see `lengths_of`; 1: it is a share."""
+        if self.share is not None:
+            return 1
+        return len(lengths_of(self.budgets[0] * self.block_size, self.lengths[0]))
+
     def up_to(self, blocks: int) -> tuple[int, ...]:
         """The budgets that grow to one of `blocks`, and that one; else that alone."""
         if blocks not in self.budgets:
@@ -133,6 +176,8 @@ class Climb:
             with it.
         grown_before: The same of the step before; 0: it had begun with that.
         is_fixed: Whether the request has asked for this budget, in tokens.
+        length_class: Index of the length that the budget is split over heads for, if it
+            is a number: see `lengths_of`.
     """
 
     ladder: Ladder
@@ -141,6 +186,7 @@ class Climb:
     grown_at: int = 0
     grown_before: int = 0
     is_fixed: bool = False
+    length_class: int = 0
 
     @property
     def budget(self) -> int:

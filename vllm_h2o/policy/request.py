@@ -17,7 +17,7 @@ from vllm_h2o.policy.config import (
     PROMPT,
     H2OConfig,
 )
-from vllm_h2o.policy.ladder import Climb, Ladder
+from vllm_h2o.policy.ladder import Climb, Ladder, length_class
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import (
     MOST_TOKENS,
@@ -121,11 +121,15 @@ class RequestLimits:
             share = None if asked is None else share_of(asked)
             step = self.ladder.enters(num_tokens, most_tokens, share)
             return Climb(self.ladder, step, share)
+        longest = self.ladder.lengths[-1]
         if asked is None:
-            return Climb(self.ladder)
+            mine = length_class(self.layout.budget, longest, num_tokens, most_tokens)
+            return Climb(self.ladder, length_class=mine)
         tokens = part_of(most_tokens, asked) if isinstance(asked, str) else asked
         blocks = min(max(-(-tokens // size), self.fewest_blocks), most)
-        return Climb(Ladder.of_number(blocks, size, most_tokens), is_fixed=True)
+        mine = length_class(blocks * size, longest, num_tokens, most_tokens)
+        ladder = Ladder.of_number(blocks, size, most_tokens)
+        return Climb(ladder, is_fixed=True, length_class=mine)
 
 
 @dataclass(frozen=True)
