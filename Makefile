@@ -3,6 +3,7 @@
 # make test    what guards a user, about 20 minutes
 # make test-all  every test, before a release
 # make test-next  `make test` on a newer vLLM (NEXT=0.33.0), which has no build for CPUs
+# make test-vllm  vLLM's own tests with H2O in stock's place, before a release
 # make bench   the quick comparison: throughput, latency, memory, as ratios
 # make quality loss and retrieval under eviction, a small grid, about 20 minutes
 # All make .venv and the model on first use; nothing else has to be installed
@@ -14,12 +15,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NEXT := 0.33.0
 NEXT_VENV := $(VENV)-$(NEXT)
+TESTS_VENV := $(VENV)-tests-0.32.0
 VLLM := lib/python3*/site-packages/vllm
 
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo check test test-next test-all bench quality venv model lint clean
+.PHONY: demo check test test-next test-vllm test-all bench quality venv model lint clean
 
 demo: venv
 	$(BIN)/python -m benchmarks.demo
@@ -36,6 +38,9 @@ test-next: model $(NEXT_VENV)/.installed
 	-$(BIN)/python -m vllm_h2o.plugin.seams $(NEXT_VENV)/$(VLLM)
 	$(BIN)/python -m vllm_h2o.plugin.seams $(VENV)/$(VLLM) $(NEXT_VENV)/$(VLLM) > build/seams-$(NEXT).diff
 	$(NEXT_VENV)/bin/python -m tests.run test
+
+test-vllm: model $(TESTS_VENV)/.installed
+	$(BIN)/python -m tests.vllm_suite.run $(TESTS_VENV)
 
 test-all: model
 	$(BIN)/python -m tests.run all
@@ -72,6 +77,10 @@ $(STAMP): requirements/cpu.txt requirements/quality.txt requirements/dev.txt req
 
 $(NEXT_VENV)/.installed: $(STAMP) requirements/next_vllm.py
 	$(BIN)/python requirements/next_vllm.py $(NEXT) $(NEXT_VENV)
+	touch $@
+
+$(TESTS_VENV)/.installed: $(STAMP) requirements/vllm_tests.py
+	$(BIN)/python requirements/vllm_tests.py 0.32.0 $(TESTS_VENV)
 	touch $@
 
 clean:
