@@ -1,6 +1,6 @@
 # make demo    stock vLLM and H2O side by side on a real model, with a table
 # make check   formatting, types and the quick tests, after every edit
-# make test    what guards a user, about 20 minutes
+# make test    what guards a user, 16 minutes on two cores
 # make test-all  every test, before a release
 # make test-next  `make test` on a newer vLLM (NEXT=0.33.0), which has no build for CPUs
 # make test-vllm  vLLM's own tests with H2O in stock's place, before a release

@@ -111,13 +111,6 @@ def is_full(request: Request) -> bool:
     return wishes_of(request).get("policy") == "full"
 
 
-def part_of(asked: int | str, most: int) -> int:
-    """Tokens that a budget stands for, in a request of at most so many."""
-    if isinstance(asked, int):
-        return asked
-    return math.ceil(most * float(asked.rstrip("%")) / 100)
-
-
 def spec_beside(kind: str) -> KVCacheSpec:
     """The spec of layers that H2O leaves alone: they see a window, or have a state.
 
@@ -182,6 +175,8 @@ class Driver:
         config.cache_config.num_gpu_blocks = num_blocks
         spec = spec_of(config)
         self.slots = spec.block_slots
+        # In float32; never more than twice as many.
+        self.slots_per_token = 2 if resident == "int8" else 1
         groups = [KVCacheGroupSpec(["full"], spec)]
         if beside:
             groups.append(KVCacheGroupSpec(["beside"], spec_beside(beside)))
@@ -261,26 +256,43 @@ class Driver:
         if self.climbs(request):
             return self.ladder.budgets[self.steps[request.request_id]] * self.slots
         most = min(request.num_prompt_tokens + request.max_tokens, MAX_MODEL_LEN)
-        asked = part_of(wishes_of(request).get("budget", self.budget), most)
+        asked = self.tokens_of(
+            wishes_of(request).get("budget", self.manager.budget), most
+        )
         blocks = max(1, -(-asked // self.slots))
         return min(blocks * self.slots, self.manager.budget)
 
     def climbs(self, request: Request) -> bool:
         """Whether its budget follows it."""
         is_number = isinstance(wishes_of(request).get("budget"), int)
-        return isinstance(self.budget, str) and not is_number
+        return self.is_share and not is_number
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the engine's budget is a share that does not hold all."""
+        return isinstance(self.budget, str) and self.manager.budget < MAX_MODEL_LEN
 
     def share_of(self, request: Request) -> float | None:
         """The share of its own that it asks for."""
         asked = wishes_of(request).get("budget")
-        return float(asked.rstrip("%")) / 100 if isinstance(asked, str) else None
+        return self.share_of_tokens(asked) if isinstance(asked, str) else None
+
+    def share_of_tokens(self, asked: str) -> float:
+        """What a share of the memory is of the tokens."""
+        return min(self.slots_per_token * float(asked.rstrip("%")) / 100, 1)
+
+    def tokens_of(self, asked: int | str, most: int) -> int:
+        """Tokens that a budget stands for, in a request of at most so many."""
+        if isinstance(asked, int):
+            return asked
+        return math.ceil(round(most * self.share_of_tokens(asked), 6))
 
     def is_refused(self, wishes: dict[str, Any], most: int) -> bool:
         """Whether the budget asked for is more than the engine's."""
         asked = wishes.get("budget", 0)
-        if isinstance(asked, str) and isinstance(self.budget, str):
+        if isinstance(asked, str) and self.is_share:
             return float(asked.rstrip("%")) > float(self.budget.rstrip("%"))
-        return part_of(asked, most) > self.manager.budget
+        return self.tokens_of(asked, most) > self.manager.budget
 
     def schedule(self) -> Any:
         """Schedule a step and leave it in flight."""

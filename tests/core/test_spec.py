@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from tests.core.helpers import config_of, spec_of
 from vllm_h2o.core.compat import kv_cache_config
 from vllm_h2o.core.manager import H2OManager
+from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec, register, with_equal_pages
 from vllm_h2o.policy.config import H2OConfig
 
@@ -174,6 +175,23 @@ def test_int8_blocks_hold_more_slots_than_tokens(dtype):
     # vLLM may make pages longer: they hold as many slots then.
     padded = replace(spec, page_size_padded=2 * spec.page_size_bytes)
     assert padded.block_slots == spec.block_slots
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_share_is_of_the_memory_in_stocks_cache(dtype):
+    vllm_config = copy.deepcopy(config_of(64, "20%", 64, resident="int8"))
+    vllm_config.model_config.dtype = dtype
+    head_size = vllm_config.model_config.get_head_size()
+    plain = replace(PLAIN, block_size=128, head_size=head_size, dtype=dtype)
+    spec = H2OAttentionSpec.of(plain, h2o_config(vllm_config), 100_000)
+    held = spec.layout.budget_blocks * spec.page_size_bytes
+    share = held / (100_000 / 128 * plain.page_size_bytes)
+    if dtype == torch.bfloat16:
+        # Blocks are longer than stock's by what makes room for one more page.
+        assert 0.2 <= share < 0.21
+    else:  # no more than twice its tokens by the share
+        assert share < 0.15
+        assert 0.4 <= spec.layout.budget / 100_000 < 0.41
 
 
 def as_vllm_has_them(specs):

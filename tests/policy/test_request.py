@@ -24,9 +24,9 @@ def limits_of(config, device="cpu", budget=BUDGET):
     return RequestLimits.of(config, layout, device, LONGEST)
 
 
-def limits_of_share(share="20%", longest=LONGEST, device="cpu"):
+def limits_of_share(share="20%", longest=LONGEST, device="cpu", slots_per_token=1.0):
     """Of an engine whose requests keep a share of what they have."""
-    config = replace(PRESETS["h2o"], budget=share)
+    config = replace(PRESETS["h2o"], budget=share, slots_per_token=slots_per_token)
     layout = SlotLayout.from_config(config, BLOCK, longest)
     return RequestLimits.of(config, layout, device, longest)
 
@@ -408,3 +408,26 @@ def test_what_a_request_may_ask_for_holds_the_sinks_in_pages_too(
         assert SlotLayout.of_blocks(config, 32, pages).heavy_slots >= sinks
         # A head may get no less than what the average head has.
         assert SlotLayout.fewest_blocks(config, 32) <= pages
+
+
+def test_a_share_is_of_the_memory():
+    limits, of_tokens = limits_of_share(slots_per_token=1.75), limits_of_share("35%")
+    assert limits.ladder.budgets == of_tokens.ladder.budgets
+    assert limits.layout == of_tokens.layout
+    assert limits.climb("10%", 4000, 8000).share == pytest.approx(0.175)
+    assert RequestOptions.parse({"h2o_budget": "20%"}, limits, 4000).budget == "20%"
+    with pytest.raises(ValueError, match="h2o_budget.*'20.5%'.*use '20%' or less"):
+        RequestOptions.parse({"h2o_budget": "20.5%"}, limits, 4000)
+    # Of a number's engine too; a number is of tokens.
+    config = replace(limits.config, budget=4096)
+    layout = SlotLayout.of_blocks(config, BLOCK, 4096 // BLOCK)
+    limits = RequestLimits.of(config, layout, "cpu", LONGEST)
+    assert layout.budget == 4096 and limits.ladder.share is None
+    assert limits.climb("10%", 4000, 8000).budget == 1408  # 1400, in whole blocks
+    assert limits.climb(1024, 4000, 8000).budget == 1024
+
+
+def test_a_share_of_the_memory_is_no_more_than_all_tokens():
+    limits = limits_of_share("60%", slots_per_token=1.9)
+    assert limits.layout.budget == LONGEST and not limits.ladder.share
+    assert limits.config.share_of_tokens("100%") == 1.0

@@ -497,9 +497,11 @@ class H2OScheduler(AsyncScheduler):
         budget = f"budget {most} tokens"
         ladder = self._limits.ladder
         if len(ladder.budgets) > 1:
+            of_tokens = f"{100 * (config.share or 0):.3g}% of its tokens"
             budget = (
-                f"budget {config.budget} of what a request has, at least "
-                f"{ladder.budgets[0] * ladder.block_size} tokens, of the longest {most}"
+                f"budget {config.budget} of what a request takes in stock's cache "
+                f"({of_tokens}), at least {ladder.budgets[0] * ladder.block_size} "
+                f"tokens, of the longest {most}"
             )
         return (
             f"H2O is on: policy {config.policy}, {budget} "

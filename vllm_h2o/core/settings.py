@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.geometry import ResidentBlock
+from vllm_h2o.policy.config import MOST_SLOTS_PER_TOKEN, H2OConfig
+from vllm_h2o.policy.geometry import ResidentBlock, slots_per_token
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.presets import FULL, POLICY_NAMES, resolve_config
@@ -73,9 +73,21 @@ def h2o_config(vllm_config: VllmConfig) -> H2OConfig | None:
     if not isinstance(additional, dict) or CONFIG_KEY not in additional:
         return None
     config = parse_settings(additional[CONFIG_KEY])
-    if config is None or not config.moves_keys:
-        return config
-    return replace(config, trained_length=additional.get(TRAINED_KEY, 0))
+    if config is None:
+        return None
+    if config.moves_keys:
+        config = replace(config, trained_length=additional.get(TRAINED_KEY, 0))
+    if config.quantizes:
+        held = slots_per_token(config, *_shape(vllm_config))
+        config = replace(config, slots_per_token=min(held, MOST_SLOTS_PER_TOKEN))
+    return config
+
+
+def _shape(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Head size of a model, and bytes of an element of its type."""
+    model = vllm_config.model_config
+    assert isinstance(model.dtype, torch.dtype)
+    return model.get_head_size(), model.dtype.itemsize
 
 
 def parse_settings(settings: Any) -> H2OConfig | None:
@@ -134,9 +146,7 @@ def layout_of(vllm_config: VllmConfig, config: H2OConfig) -> SlotLayout:
     Raises:
         ValueError: See `SlotLayout.from_config`.
     """
-    model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
-    assert isinstance(model.dtype, torch.dtype)
-    shape = block_size, model.get_head_size(), model.dtype.itemsize
+    shape = vllm_config.cache_config.block_size, *_shape(vllm_config)
     # Pages of a block are no matter here: together they have its slots.
     slots = ResidentBlock.of(config, *shape).slots
     return SlotLayout.from_config(config, slots, longest_request(vllm_config))

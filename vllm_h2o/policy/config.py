@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from vllm_h2o.policy.methods import METHODS, Method, splits, summaries
@@ -16,7 +17,6 @@ from vllm_h2o.policy.options import (
     parse_budget,
     parse_read,
     parse_window,
-    part_of,
     share_of,
     shown,
 )
@@ -24,6 +24,9 @@ from vllm_h2o.policy.options import (
 UNIFORM, AUTO, MEASURE, REQUEST = "uniform", "auto", "measure", "request"
 """`head_budgets` values that are no file."""
 
+MOST_SLOTS_PER_TOKEN = 2.0
+"""A share of the memory is at most so many times as much of the tokens: of float32 int8
+would hold nearly four times as many, which nobody who says 20 % means."""
 MOST_POOLING = 1023
 """`pooling`: wider spans are of no use, and cost time at each prompt's end."""
 _UNITS = ("token", "block")
@@ -47,7 +50,8 @@ class H2OConfig:
     Attributes:
         policy: Name of the preset that the values started from.
         budget: Token slots per request, an `int`, or a percentage such as `"20%"` of
-            what the request has (`vllm_h2o.policy.ladder`). Rounded up to whole blocks.
+            the memory that the request takes in vLLM's cache
+            (`vllm_h2o.policy.ladder`). Rounded up to whole blocks.
         min_budget: Token slots of a request at least, where the budget is a percentage.
         prefill_chunk: Tokens of a prompt that are read at once, beside what is held of
             those before them (`vllm_h2o.policy.chunks`); 0: prompts are read whole.
@@ -60,6 +64,8 @@ class H2OConfig:
             `"text"`: they stay where they are in the text.
         chosen: What prompts and budgets go by, and why, where the user leaves it open:
             no option, the engine fills it in.
+        slots_per_token: Slots that a token's memory in vLLM's cache holds, from 1 to
+            `MOST_SLOTS_PER_TOKEN`: no option, the engine fills it in.
         trained_length: Tokens of the longest text that the model was trained for, where
             keys move up: no option, the engine fills it in.
         recent_ratio: Share of the budget that the recent window takes, rounded
@@ -104,8 +110,8 @@ class H2OConfig:
     policy: str = "h2o"
     budget: int | str = option(
         "20%",
-        "Token slots per request, rounded up to whole blocks, or a percentage of the "
-        "tokens that the request has, such as 20%.",
+        "Token slots per request, rounded up to whole blocks, or a percentage such as "
+        "20% of the memory that the request would take without H2O.",
         parse_budget,
     )
     min_budget: int = option(
@@ -200,6 +206,7 @@ class H2OConfig:
         "this one measures anew, or 'request': each request's own, which the scores "
         "cake and d2o read off its prompt.",
     )
+    slots_per_token: float = 1.0
     trained_length: int = 0
     chosen: str = ""
 
@@ -407,10 +414,20 @@ class H2OConfig:
     @property
     def share(self) -> float | None:
         """Of its tokens that a request keeps; None: the budget is a number."""
-        return share_of(self.budget) if isinstance(self.budget, str) else None
+        if isinstance(self.budget, int):
+            return None
+        return self.share_of_tokens(self.budget)
+
+    def share_of_tokens(self, percentage: str) -> float:
+        """Of its tokens that a request keeps, at most 1, by its share of the memory."""
+        return min(share_of(percentage) * self.slots_per_token, 1.0)
 
     def budget_tokens(self, max_model_len: int) -> int:
         """Token slots asked for the longest request, before rounding up to blocks."""
         if isinstance(self.budget, int):
             return self.budget
-        return max(1, part_of(max_model_len, self.budget))
+        return max(1, self.tokens_of(self.budget, max_model_len))
+
+    def tokens_of(self, percentage: str, count: int) -> int:
+        """Of `count` tokens those that are kept, by the share of the memory."""
+        return math.ceil(round(count * self.share_of_tokens(percentage), 6))

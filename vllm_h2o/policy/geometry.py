@@ -89,6 +89,13 @@ def bytes_of_page(
     return slots * 2 * head_size * item + state_bytes(1, slots, num_fields, floats)
 
 
+def slots_per_token(config: H2OConfig, head_size: int, item_bytes: int) -> float:
+    """Slots that the bytes of a token in vLLM's cache hold; see `bytes_of_page`."""
+    token = 2 * head_size * item_bytes
+    slot = bytes_of_page(config, head_size, item_bytes, _MOST_SLOTS) / _MOST_SLOTS
+    return token / slot
+
+
 def page_slots_of(block_size: int, most: int) -> int:
     """Slots of a page: as many as go into a block without a rest.
 

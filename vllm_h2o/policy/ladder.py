@@ -2,9 +2,9 @@
 
 A budget that is a number stays; what follows the request is how heads split it.
 
-A budget in per cent is a share of what a request has. Lengths come in classes, each an
-eighth longer than the one before, or a block; a class has its budget, and a request
-that outgrows its class goes on with the next one's.
+A budget in per cent is a share of what a request has: of its memory, so of its tokens.
+Lengths come in classes, each an eighth longer than the one before, or a block; a class
+has its budget, and a request that outgrows its class goes on with the next one's.
 """
 
 from __future__ import annotations

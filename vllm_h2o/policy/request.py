@@ -23,7 +23,6 @@ from vllm_h2o.policy.options import (
     MOST_TOKENS,
     parse_budget,
     parse_window,
-    part_of,
     share_of,
     shown,
 )
@@ -118,18 +117,24 @@ class RequestLimits:
         """
         size, most = self.layout.block_size, self.layout.budget_blocks
         if self.ladder.share is not None and not isinstance(asked, int):
-            share = None if asked is None else share_of(asked)
+            share = None if asked is None else self.config.share_of_tokens(asked)
             step = self.ladder.enters(num_tokens, most_tokens, share)
             return Climb(self.ladder, step, share)
         longest = self.ladder.lengths[-1]
         if asked is None:
             mine = length_class(self.layout.budget, longest, num_tokens, most_tokens)
             return Climb(self.ladder, length_class=mine)
-        tokens = part_of(most_tokens, asked) if isinstance(asked, str) else asked
+        tokens = self.tokens_of(asked, most_tokens)
         blocks = min(max(-(-tokens // size), self.fewest_blocks), most)
         mine = length_class(blocks * size, longest, num_tokens, most_tokens)
         ladder = Ladder.of_number(blocks, size, most_tokens)
         return Climb(ladder, is_fixed=True, length_class=mine)
+
+    def tokens_of(self, asked: int | str, most_tokens: int) -> int:
+        """Slots that a request asks for, in tokens or as a share of its memory."""
+        if isinstance(asked, int):
+            return asked
+        return self.config.tokens_of(asked, most_tokens)
 
 
 @dataclass(frozen=True)
@@ -139,8 +144,8 @@ class RequestOptions:
     Attributes:
         policy: `"full"`: nothing of this request is ever evicted. Or the name of the
             engine's policy.
-        budget: Token slots, or `"N%"` of its prompt and `max_tokens`; rounded up to
-            whole blocks.
+        budget: Token slots, or `"N%"` of the memory of its prompt and `max_tokens` in
+            vLLM's cache; rounded up to whole blocks.
         observation_window: How many of its last prompt queries score its prompt, see
             `H2OConfig.observation_window`.
         prefill_chunk: Tokens of its prompt that are read at once, see
@@ -262,15 +267,16 @@ class RequestOptions:
         most, size = limits.layout.budget, limits.layout.block_size
         share = isinstance(parsed, str)
         engines = limits.ladder.share
+        config = limits.config
         if isinstance(parsed, str) and engines is not None:
-            if share_of(parsed) > engines:
-                fix = "more than the engine's (--h2o-budget), use "
-                raise _bad("budget", asked, f"{fix}'{100 * engines:g}%' or less")
+            if share_of(parsed) > share_of(str(config.budget)):
+                fix = f"more than the engine's (--h2o-budget), use '{config.budget}'"
+                raise _bad("budget", asked, f"{fix} or less")
             return parsed
         if not limits.takes_numbers:
             fix = f"{limits.why_no_number}, use a share such as '10%'"
             raise _bad("budget", asked, fix)
-        tokens = part_of(most_tokens, parsed) if isinstance(parsed, str) else parsed
+        tokens = limits.tokens_of(parsed, most_tokens)
         if tokens > most:
             of = f"{tokens} of its {most_tokens} tokens, " if share else ""
             fix = f"{of}more than the engine's (--h2o-budget), use {most} or less"
