@@ -87,7 +87,8 @@ def test_a_head_gets_no_more_than_it_can_keep(requests, num_tokens, budget, bloc
 
 @pytest.mark.parametrize("by_head", [False, True])
 def test_budgets_have_places_next_to_each_other(requests, by_head):
-    """As many as requests that can be in one step; the one unused for longest goes."""
+    """Two of each request that can be in one step, as it may grow from one to the
+    other; the one unused for longest goes."""
     layout = requests.layout
 
     def by_profile(n):
@@ -97,8 +98,9 @@ def test_budgets_have_places_next_to_each_other(requests, by_head):
 
     made, ladder = [], Ladder.of_number(BUDGET_BLOCKS, BLOCK, 1024)
     split = (lambda n, *_: made.append(n * BLOCK) or by_profile(n)) if by_head else None
-    end = BudgetPlacements.indices(layout, 1, max_requests=2)
-    assert end == 6 and BudgetPlacements.indices(layout, 1, max_requests=1) == 4
+    end = BudgetPlacements.indices(layout, 1, max_requests=1)
+    assert end == 6 and BudgetPlacements.indices(layout, 1, max_requests=2) == 10
+    assert BudgetPlacements.indices(layout, 1, max_requests=9) == 2 + 2 * 8
     layers = requests.table.layers
     table = PlacementTable(layers, layout, [LONGEST] * NUM_LAYERS, end)
     budgets = BudgetPlacements(table, CONFIG, ladder, 4, split)

@@ -279,7 +279,8 @@ class Driver:
 
     def share_of_tokens(self, asked: str) -> float:
         """What a share of the memory is of the tokens."""
-        return min(self.slots_per_token * float(asked.rstrip("%")) / 100, 1)
+        share = float(asked.rstrip("%")) / 100
+        return min(self.slots_per_token * share, max(share, 0.75))
 
     def tokens_of(self, asked: int | str, most: int) -> int:
         """Tokens that a budget stands for, in a request of at most so many."""

@@ -427,7 +427,13 @@ def test_a_share_is_of_the_memory():
     assert limits.climb(1024, 4000, 8000).budget == 1024
 
 
-def test_a_share_of_the_memory_is_no_more_than_all_tokens():
-    limits = limits_of_share("60%", slots_per_token=1.9)
-    assert limits.layout.budget == LONGEST and not limits.ladder.share
+@pytest.mark.parametrize(
+    ("share", "of_tokens"), [("40%", 0.75), ("60%", 0.75), ("75%", 0.75), ("90%", 0.9)]
+)
+def test_a_share_of_the_memory_leaves_something_to_compress(share, of_tokens):
+    """Who can hold all of its tokens takes as much memory as without H2O."""
+    limits = limits_of_share(share, slots_per_token=1.9)
+    assert limits.ladder.share == of_tokens and len(limits.ladder.budgets) > 1
+    assert limits.layout.budget == pytest.approx(of_tokens * LONGEST, abs=BLOCK)
+    assert limits.climb(None, 5000, 5100).budget < 5000
     assert limits.config.share_of_tokens("100%") == 1.0

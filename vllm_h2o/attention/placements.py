@@ -215,8 +215,8 @@ class BudgetPlacements:
     @staticmethod
     def indices(layout: SlotLayout, classes: int, max_requests: int) -> int:
         """How many indices budgets up to the engine's need, of so many length classes
-        at most, and requests."""
-        return 2 + 2 * max(min(2 * layout.budget_blocks * classes, max_requests), 0)
+        at most, and requests: one that grows has two in a step."""
+        return 2 + 2 * max(min(2 * layout.budget_blocks * classes, 2 * max_requests), 0)
 
     def make_all(self, classes: int) -> None:
         """Make those of all budgets of the ladder, or of all length classes of the only

@@ -79,7 +79,8 @@ def h2o_config(vllm_config: VllmConfig) -> H2OConfig | None:
         config = replace(config, trained_length=additional.get(TRAINED_KEY, 0))
     if config.quantizes:
         held = slots_per_token(config, *_shape(vllm_config))
-        config = replace(config, slots_per_token=min(held, MOST_SLOTS_PER_TOKEN))
+        held = min(max(held, 1.0), MOST_SLOTS_PER_TOKEN)
+        config = replace(config, slots_per_token=held)
     return config
 
 

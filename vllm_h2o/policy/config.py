@@ -27,6 +27,10 @@ UNIFORM, AUTO, MEASURE, REQUEST = "uniform", "auto", "measure", "request"
 MOST_SLOTS_PER_TOKEN = 2.0
 """A share of the memory is at most so many times as much of the tokens: of float32 int8
 would hold nearly four times as many, which nobody who says 20 % means."""
+MOST_OF_TOKENS = 0.75
+"""A share of the memory, if it is not more itself, is at most so much of the tokens: a
+request that can hold all of its tokens is not compressed, so that it takes as much
+memory as without H2O."""
 MOST_POOLING = 1023
 """`pooling`: wider spans are of no use, and cost time at each prompt's end."""
 _UNITS = ("token", "block")
@@ -191,7 +195,7 @@ class H2OConfig:
     resident_dtype: str = option(
         MODEL,
         "Type of the keys and values that a compressed request holds: the model's, or "
-        "int8, half the memory.",
+        "int8, half the memory of a token.",
         choices=_RESIDENT_DTYPES,
     )
     eviction_unit: str = option(
@@ -419,8 +423,9 @@ class H2OConfig:
         return self.share_of_tokens(self.budget)
 
     def share_of_tokens(self, percentage: str) -> float:
-        """Of its tokens that a request keeps, at most 1, by its share of the memory."""
-        return min(share_of(percentage) * self.slots_per_token, 1.0)
+        """Of its tokens that a request keeps, by its share of the memory."""
+        share = share_of(percentage)
+        return min(share * self.slots_per_token, max(share, MOST_OF_TOKENS))
 
     def budget_tokens(self, max_model_len: int) -> int:
         """Token slots asked for the longest request, before rounding up to blocks."""
