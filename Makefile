@@ -75,11 +75,11 @@ $(STAMP): requirements/cpu.txt requirements/quality.txt requirements/dev.txt req
 	$(BIN)/pip install --no-deps --no-build-isolation ./requirements/vllm-alias -e .
 	touch $@
 
-$(NEXT_VENV)/.installed: $(STAMP) requirements/next_vllm.py
+$(NEXT_VENV)/.installed: $(STAMP) requirements/next_vllm.py requirements/beside_venv.py
 	$(BIN)/python requirements/next_vllm.py $(NEXT) $(NEXT_VENV)
 	touch $@
 
-$(TESTS_VENV)/.installed: $(STAMP) requirements/vllm_tests.py
+$(TESTS_VENV)/.installed: $(STAMP) requirements/vllm_tests.py requirements/beside_venv.py
 	$(BIN)/python requirements/vllm_tests.py 0.32.0 $(TESTS_VENV)
 	touch $@
 

@@ -14,11 +14,11 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import venv
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from beside_venv import ROOT, make
+
 COMPILED = ("_C*.so", "fs_io_C*.so", "spinloop*.so")
 """What the CPU build has of its own."""
 LACKING = ("orjson",)
@@ -38,10 +38,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path)
     args = parser.parse_args()
     folder = args.folder or ROOT / f".venv-{args.version}"
-    (base,) = (ROOT / ".venv" / "lib").glob("python3*/site-packages")
-    venv.create(folder, symlinks=True, clear=True, with_pip=True)
-    (site,) = folder.glob("lib/python3*/site-packages")
-    (site / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
+    base, site = make(folder)
     with tempfile.TemporaryDirectory() as downloads:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", downloads]
         pip += ["--only-binary=:all:", "--platform", "manylinux_2_28_x86_64"]

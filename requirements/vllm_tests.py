@@ -13,10 +13,10 @@ import os
 import subprocess
 import tarfile
 import tempfile
-import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from beside_venv import ROOT, make
+
 NEEDED = (
     "pytest-asyncio==1.5.0",
     "tblib==3.2.2",
@@ -34,10 +34,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path)
     args = parser.parse_args()
     folder = args.folder or ROOT / f".venv-tests-{args.version}"
-    (base,) = (ROOT / ".venv" / "lib").glob("python3*/site-packages")
-    venv.create(folder, symlinks=True, clear=True, with_pip=True)
-    (site,) = folder.glob("lib/python3*/site-packages")
-    (site / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
+    make(folder)
     pip = [str(folder / "bin" / "python"), "-m", "pip"]
     subprocess.run([*pip, "install", *NEEDED], check=True)
     env = os.environ | {

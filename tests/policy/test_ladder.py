@@ -95,3 +95,17 @@ def test_a_number_is_split_for_a_class_of_lengths(budget, longest):
             aim = min(most, int(1.25 * n))
             assert mine >= min(aim, longest)
             assert mine <= max(2**0.5 * aim + 1, lengths[-1])
+
+
+@pytest.mark.parametrize("budget, longest", [(64, 8192), (192, 1000)])
+def test_a_class_of_lengths_ends_with_its_length(budget, longest):
+    for mine, length in enumerate(lengths_of(budget, longest)):
+        assert length_class(budget, longest, length, length) == mine
+        if mine:
+            assert length_class(budget, longest, length + 1, length + 1) == mine - 1
+
+
+def test_a_class_of_a_share_ends_with_its_length():
+    for step, length in enumerate(LONG.lengths[:-1]):
+        assert LONG.enters(length, length) == step
+        assert LONG.enters(length + 1, length + 1) == step + 1

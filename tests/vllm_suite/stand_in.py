@@ -40,7 +40,7 @@ WITH_H2O = MODE not in ("stock", "async")
 SETTINGS = {"policy": "h2o", "budget": int(MODE)} if WITH_H2O else {}
 
 used = {"h2o": 0, "transitions": 0}
-"""Steps and requests of H2O's in a test, and compressed requests."""
+"""Steps, requests and engines of H2O's in a test, and compressed requests."""
 
 
 def with_h2o(config: KVCacheConfig, max_model_len: int) -> KVCacheConfig | None:
@@ -170,6 +170,7 @@ def start_small() -> None:
             self.block_size = 32
         if WITH_H2O and self.speculative_config is None:
             self.kv_policy, self.h2o_budget = "h2o", int(MODE)
+            used["h2o"] += 1
         return original(self, *args, **kwargs)
 
     EngineArgs.create_engine_config = create_engine_config

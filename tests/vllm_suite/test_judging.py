@@ -9,7 +9,16 @@ from tests.vllm_suite.run import differing, ended, in_all, read
 def outcomes(**tests):
     """By name, of `(outcome, where it crashed, what was said)`."""
     return read(
-        json.dumps({"test": name, "outcome": how, "h2o": 1, "at": at, "said": said})
+        json.dumps(
+            {
+                "test": name,
+                "outcome": how,
+                "h2o": 1,
+                "transitions": 0,
+                "at": at,
+                "said": said,
+            }
+        )
         for name, (how, at, said) in tests.items()
     )
 

@@ -303,7 +303,7 @@ class H2OManager(FullAttentionManager):
         if not self._growth:
             return []
         grown = [self._growth.get(name, _NEVER_GROWN) for name in request_ids]
-        return [[growth[field] for growth in grown] for field in range(5)]
+        return [*map(list, zip(*grown, strict=True))]
 
     def stays_dense(self, request_id: str) -> bool:
         """Whether the request keeps its dense blocks.

@@ -435,4 +435,5 @@ class H2OConfig:
 
     def tokens_of(self, percentage: str, count: int) -> int:
         """Of `count` tokens those that are kept, by the share of the memory."""
+        # A product of floats that should be whole may be more by its last digit.
         return math.ceil(round(count * self.share_of_tokens(percentage), 6))
