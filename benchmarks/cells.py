@@ -60,6 +60,7 @@ class Cell:
         repeats: Measurements per turn.
         together: Whether the systems stay up between their turns.
         restart_every: Turns after which they start anew all the same.
+        share: Whether budgets in per cent are of each request's memory, for ours.
         tensor_parallel_size: Ranks of every engine.
         engine_args: vLLM's `EngineArgs`, over `ENGINE_ARGS`.
     """
@@ -77,6 +78,7 @@ class Cell:
     repeats: int = 1
     together: bool = False
     restart_every: int | None = None
+    share: bool = False
     tensor_parallel_size: int = 1
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -171,6 +173,7 @@ class Cell:
             max_model_len=workload.max_model_len,
             pool_blocks=workload.pool_requests * request_blocks,
             budget_tokens=workload.budget_tokens(budget) if budget else None,
+            share=budget if budget and budget.endswith("%") and self.share else "",
             prefix_caching=workload.prefix_len > 0 or workload.prompts_cached,
             prompts_cached=workload.prompts_cached,
             repeats=self.repeats,

@@ -61,6 +61,12 @@ def add_cell_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets", nargs="+", help="tokens, or %% of the final length", **unset
     )
+    parser.add_argument(
+        "--share",
+        action="store_true",
+        help="budgets in %% are ours of each request's memory, as --h2o-budget",
+        **unset,
+    )
     parser.add_argument("--policies", nargs="*", help="ours, or kvpress", **unset)
     parser.add_argument("--baselines", nargs="+", help="stock, transformers", **unset)
     parser.add_argument(

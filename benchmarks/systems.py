@@ -24,7 +24,10 @@ STOCK = "stock"
 TRANSFORMERS, KVPRESS = "transformers", "kvpress"
 
 OURS: dict[str, dict[str, Any]] = {name: {"kv_policy": name} for name in PRESETS}
-OURS["h2o-int8"] = {"kv_policy": "h2o", "h2o_resident_dtype": "int8"}
+OURS |= {
+    f"h2o-{dtype}": {"kv_policy": "h2o", "h2o_resident_dtype": dtype}
+    for dtype in ("int8", "model")
+}
 """Engine arguments by system."""
 
 _VLLM = "benchmarks.vllm_system:VllmSystem"
@@ -50,6 +53,7 @@ class Job:
         max_model_len: Tokens of the longest finished request.
         pool_blocks: KV blocks of stock's pool; every system gets as many bytes.
         budget_tokens: Token slots per request, for what evicts.
+        share: Of a request's memory in stock's cache (`"20%"`), for ours instead.
         prefix_caching: Whether prompts may share KV blocks.
         prompts_cached: Whether they have been read before, and are in the cache.
         repeats: How often to serve the workload with one engine.
@@ -63,6 +67,7 @@ class Job:
     max_model_len: int
     pool_blocks: int
     budget_tokens: int | None = None
+    share: str = ""
     prefix_caching: bool = False
     prompts_cached: bool = False
     repeats: int = 1

@@ -27,7 +27,8 @@ class VllmSystem:
         self.job = job
         h2o: dict[str, Any] = {}
         if job.system != STOCK:
-            h2o = OURS[job.system] | {"h2o_budget": job.budget_tokens}
+            budget = job.share or job.budget_tokens
+            h2o = OURS[job.system] | {"h2o_budget": budget}
         options: dict[str, Any] = {
             "max_model_len": job.max_model_len,
             "enable_prefix_caching": job.prefix_caching,

@@ -67,6 +67,8 @@ UNIFORM: Variant = ("h2o uniform", "h2o", {"head_budgets": "uniform"})
 OURS = [H2O, UNIFORM, ("h2o-paper", "h2o-paper", {}), ("streaming", "streaming", {})]
 BY_ATTENTION = {"prompt_score": "attention"}
 INT8: Variant = ("h2o int8", "h2o", {"resident_dtype": "int8"})
+THEIR_TYPE = {"resident_dtype": "model"}
+"""Of all variants that say nothing else: their budgets are shares of the tokens."""
 ATTENTION: Variant = ("h2o prompt_score=attention", "h2o", BY_ATTENTION)
 CAKE: Variant = ("cake", "cake", {})
 READS_OR_MERGES: list[Variant] = [
@@ -289,7 +291,8 @@ def _other_losses(args: argparse.Namespace, base: dict) -> Iterator[Cell]:
             ]
             yield from _ours(variants, fraction, work)
             continue
-        share: Variant = ("h2o share", "h2o", {"budget": f"{100 * fraction:g}%"})
+        as_users = {"budget": f"{100 * fraction:g}%", "resident_dtype": "auto"}
+        share: Variant = ("h2o share", "h2o", as_users)
         yield from _ours(
             [H2O, share, INT8, ATTENTION, UNIFORM, CAKE, *READS_OR_MERGES],
             fraction,
@@ -379,8 +382,9 @@ def _ours(variants: list[Variant], fraction: float, work: dict) -> Iterator[Cell
     budget = tokens_of(fraction, work["context_tokens"])
     for label, preset, options in variants:
         yield Cell(
-            ENGINE, preset, budget_tokens=budget, label=label, options=options, **work
-        )
+            ENGINE, preset, budget_tokens=budget, label=label,
+            options=THEIR_TYPE | options, **work,
+        )  # fmt: skip
 
 
 def _peers(presses: list[str], fraction: float, work: dict) -> Iterator[Cell]:

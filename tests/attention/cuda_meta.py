@@ -26,7 +26,7 @@ PROMPT = {"c": RowPlan(32, 1, 33, 0, 64), "d": RowPlan(0, 5, 90, 26, 64)}
 def make_builder(**policy):
     """A builder for SmolLM2 with a budget of 64, and the engine's config."""
     options = {"kv_policy": "h2o", "h2o_budget": 64, "max_model_len": 256}
-    options |= {"block_size": 32, **policy}
+    options |= {"block_size": 32, "h2o_resident_dtype": "model", **policy}
     args = EngineArgs(model=str(SMOLLM2), dtype="float32", **options)
     config = args.create_engine_config()
     plain = FullAttentionSpec(

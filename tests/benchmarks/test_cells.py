@@ -24,6 +24,7 @@ def cells(command):
         Cell("chat", ("20%", "400"), ("h2o", "tova"), ("stock", "transformers")),
         tiny_cell("/some/model", tensor_parallel_size=2, repeats=3, together=True),
         Cell("short", rounds=6, together=True, restart_every=3),
+        Cell("512+1024", ("20%",), share=True),
     ],
 )
 def test_the_command_repeats_the_cell(cell):
@@ -69,6 +70,7 @@ def test_every_system_gets_the_same_requests_and_pool():
     jobs = [cell.job(contender, requests) for contender in cell.contenders()]
     assert [job.system for job in jobs] == ["stock", "transformers", "h2o"]
     assert [job.budget_tokens for job in jobs] == [None, None, 308]
+    assert {job.share for job in jobs} == {""}
     # 4 requests of 1536 tokens in blocks of 32.
     assert {job.pool_blocks for job in jobs} == {192}
     assert all(job.requests is requests and job.prefix_caching for job in jobs)

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize(
     ("baselines", "policies"),
     [
-        (("stock",), ("h2o",)),
+        (("stock",), ("h2o-model",)),
         pytest.param(
-            ("stock", "transformers"), ("h2o", "kvpress"), marks=pytest.mark.slow
+            ("stock", "transformers"), ("h2o-model", "kvpress"), marks=pytest.mark.slow
         ),
     ],
 )
@@ -42,7 +42,7 @@ def test_a_comparison_from_the_command_line(tmp_path, baselines, policies):
         assert sample["total_output_tokens"] == 6 * 64
         assert 0 < sample["p50_ttft_ms"] <= sample["p99_ttft_ms"]
         assert 0 < sample["p50_tpot_ms"] <= sample["p99_tpot_ms"]
-    stock, ours = samples["stock"], samples["h2o 50%"]
+    stock, ours = samples["stock"], samples["h2o-model 50%"]
     # As many bytes; pages of ours also hold scores and births.
     assert stock["kv_pool_bytes"] == ours["kv_pool_bytes"]
     assert stock["kv_blocks"] == 2 * 4

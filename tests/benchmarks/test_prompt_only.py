@@ -141,7 +141,10 @@ def test_what_the_engine_keeps(tmp_path, text, monkeypatch):
     head."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     folder = save_reading_llama(tmp_path)
-    cell = Cell(PROMPT_ONLY, "h2o", LOSS, BUDGET, PROMPT, model=str(folder))
+    cell = Cell(
+        PROMPT_ONLY, "h2o", LOSS, BUDGET, PROMPT, model=str(folder),
+        options={"resident_dtype": "model"},
+    )  # fmt: skip
     system = system_of(cell)
     try:
         kept = kept_of(system.runner, "h2o", text[0])

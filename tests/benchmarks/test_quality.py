@@ -163,9 +163,10 @@ def test_texts_of_a_folder_in_an_engine_for_longer_ones(tokenizer, tmp_path, cap
 def test_chunks_have_so_many_budgets(tmp_path):
     options = f"--chunks 2 4 --output x --texts {tmp_path} --budgets 0.1".split()
     full, whole, *chunked = grid(parse_args(options), "folder")
-    assert (full.policy, whole.label, whole.options) == (FULL, "h2o", {})
+    of_model = {"resident_dtype": "model"}
+    assert (full.policy, whole.label, whole.options) == (FULL, "h2o", of_model)
     assert [cell.options for cell in chunked] == [
-        {"prefill_chunk": 512}, {"prefill_chunk": 1024}
+        of_model | {"prefill_chunk": 512}, of_model | {"prefill_chunk": 1024}
     ]  # fmt: skip
     known = [cell.question_known for cell in grid(parse_args(options[:5]), "folder")]
     assert known == [True] * 3 + [False] * 3

@@ -87,6 +87,9 @@ def engine(model: Path | None = None, **options: Any) -> Iterator[Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
+    if options.get("enable_h2o") or options.get("kv_policy", "full") != "full":
+        # Compared exactly; what is rounded has tests of its own.
+        defaults["h2o_resident_dtype"] = "model"
     llm = LLM(str(model or model_with_profile()), **(defaults | options))
     try:
         yield llm

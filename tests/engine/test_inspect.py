@@ -73,7 +73,8 @@ def page(tmp_path_factory):
     main(
         f"{model_with_profile()} {text} --h2o-budget {BUDGET} --block-size 32 "
         f"--prompt-tokens {PROMPT_TOKENS} --max-tokens {MAX_TOKENS} "
-        f"--dtype float32 --max-model-len 2048 --output {output}".split()
+        f"--dtype float32 --max-model-len 2048 --output {output} "
+        "--h2o-resident-dtype model".split()
     )
     return output
 

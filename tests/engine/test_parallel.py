@@ -109,7 +109,8 @@ def joined(ranks):
             {"save": save_lfm2, "compilation_config": ROTATES_ALL_HEADS}
             | {"h2o_prefill_chunk": 256},
         ),
-        ("by head", {"save": SINKS, "seed": 3}),
+        # Uniform and in int8 in test_int8.
+        pytest.param("by head", {"save": SINKS, "seed": 3}, marks=pytest.mark.slow),
         # The budgets of two requests grow.
         ("by head", {"policy": "gate", "budget": "40%", "h2o_min_budget": 64}),
         (

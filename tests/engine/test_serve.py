@@ -41,6 +41,7 @@ class Server:
         command += f"--kv-policy h2o --h2o-budget {BUDGET} --h2o-sinks 2".split()
         command += "--block-size 32 --dtype float32 --enforce-eager".split()
         command += f"--max-model-len 2048 --host 127.0.0.1 --port {port}".split()
+        command += ["--h2o-resident-dtype", "model"]
         # Without it vLLM kills the engine at once, which then may not log its end.
         command += ["--shutdown-timeout", str(SECONDS)]
         env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}

@@ -64,7 +64,7 @@ def held_after(model, step):
     return found
 
 
-@pytest.mark.parametrize("step", [96, 7])
+@pytest.mark.parametrize("step", [pytest.param(96, marks=pytest.mark.slow), 7])
 def test_steps_move_few_values_by_one(model, at_once, step):
     """A sum's last digit differs, and so does a number between two steps of int8.
 

@@ -18,7 +18,13 @@ from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
 
-POLICY = {"policy": "h2o", "budget": 96, "observation_window": 8, "pooling": 3}
+POLICY = {
+    "policy": "h2o",
+    "budget": 96,
+    "observation_window": 8,
+    "pooling": 3,
+    "resident_dtype": "model",
+}
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +162,12 @@ def _heads(result):
 # Of what requests have, from 64 slots on: budgets of 64, 96, 128 and 160 for up to 96,
 # 160, 192 and 256 tokens. The first two prompts outgrow theirs in a step in which the
 # third decodes by another.
-SHARE = {"policy": "h2o", "budget": "60%", "min_budget": 64}
+SHARE = {
+    "policy": "h2o",
+    "budget": "60%",
+    "min_budget": 64,
+    "resident_dtype": "model",
+}
 
 
 @pytest.mark.parametrize(

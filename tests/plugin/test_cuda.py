@@ -62,7 +62,8 @@ def config():
 
 
 def config_of(**more):
-    options = {"kv_policy": "h2o", "h2o_budget": 256, "max_model_len": 1024} | more
+    options = {"kv_policy": "h2o", "h2o_budget": 256, "max_model_len": 1024}
+    options |= {"h2o_resident_dtype": "model"} | more
     args = EngineArgs(model=str(SMOLLM2), dtype="float32", **options)
     return args.create_engine_config()
 

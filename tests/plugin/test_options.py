@@ -1,9 +1,11 @@
 """Bad options and refused combinations fail before weights load, and say why."""
 
+import copy
 import json
 import subprocess
 import sys
 from dataclasses import fields, replace
+from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.models import SMOLLM2
-from vllm_h2o.attention import cpu_backend
+from vllm_h2o.attention import cpu_backend, ops
 from vllm_h2o.attention.ops import cpu, triton
 from vllm_h2o.calibration.head_profiles import why_not_measured
 from vllm_h2o.core.settings import (
@@ -60,7 +62,7 @@ MODEL = str(SMOLLM2)
         ("read", "0%", "'20%'"),
         ("read", 20, "'20%'"),
         ("merge", "key", "none, value"),
-        ("resident_dtype", "fp8", "model, int8"),
+        ("resident_dtype", "fp8", "auto, model, int8"),
         ("pooling", 0, "from 1 to 1023"),
         ("pooling", 4, "odd"),
         ("score", "max", "sum, mean"),
@@ -628,15 +630,22 @@ def test_half_of_the_official_spelling_is_refused(model_of, option):
         args.create_engine_config()
 
 
+def asked(config):
+    """What a user has asked for, without what the engine fills in."""
+    if config.resident_why:
+        config = replace(config, resident_dtype="auto", resident_why="")
+    return replace(config, slots_per_token=1.0)
+
+
 def test_fields_assigned_later_count():
     args = EngineArgs(model=MODEL, dtype="float32", max_model_len=1024)
     for policy, budget in (("h2o", 512), ("h2o", 256), ("tova", 256)):
         args.kv_policy, args.h2o_budget = policy, budget
         config = args.create_engine_config()
-        assert h2o_config(config) == replace(PRESETS[policy], budget=budget)
+        assert asked(h2o_config(config)) == replace(PRESETS[policy], budget=budget)
         assert config.scheduler_config.scheduler_cls.endswith("H2OScheduler")
     config = replace(args, kv_policy="h2o", h2o_budget=384).create_engine_config()
-    assert h2o_config(config) == replace(PRESETS["h2o"], budget=384)
+    assert asked(h2o_config(config)) == replace(PRESETS["h2o"], budget=384)
     args.kv_policy = args.h2o_budget = None
     config = args.create_engine_config()
     assert h2o_config(config) is None and config.scheduler_config.scheduler_cls is None
@@ -892,6 +901,7 @@ def test_hybrid_model_without_its_manager_is_refused(model_of):
     refused(options, "--disable-hybrid-kv-cache-manager", "a window or a state")
 
 
+OF_32 = {"block_size": 32, "h2o_resident_dtype": "model"}
 BLOCKS = {
     "block_size": 32,
     "h2o_eviction_unit": "block",
@@ -905,8 +915,8 @@ BLOCKS = {
         (BLOCKS | {"h2o_budget": 32}, ["h2o_budget", "32", "33", "a heavy and a"]),
         (BLOCKS | {"h2o_budget": "1%"}, ["h2o_budget", "'1%'", "11 tokens"]),
         (BLOCKS | {"max_model_len": 32}, ["--block-size, as --max-model-len is 32"]),
-        ({"h2o_budget": 64, "h2o_sinks": 33, "block_size": 32}, ["h2o_sinks", "33"]),
-        ({"h2o_budget": 9, "h2o_sinks": 17, "block_size": 32}, ["17 sinks", "33 or"]),
+        (OF_32 | {"h2o_budget": 64, "h2o_sinks": 33}, ["h2o_sinks", "33"]),
+        (OF_32 | {"h2o_budget": 9, "h2o_sinks": 17}, ["17 sinks", "33 or"]),
         ({"block_size": 16}, ["--block-size is 16", "use --block-size 32"]),
         ({"block_size": 48}, ["--block-size is 48", "use --block-size 32"]),
     ],
@@ -956,6 +966,7 @@ def test_config_reaches_the_engine_config(model_of):
         sinks=0,
         observation_window=32,
         pooling=7,
+        resident_dtype="model",
         score="mean",
         prompt_score="attention",
         head_budgets="uniform",
@@ -963,6 +974,42 @@ def test_config_reaches_the_engine_config(model_of):
     assert h2o_config(config) == expected
     layout = SlotLayout.from_config(expected, 32, 1024)
     assert (layout.budget, layout.heavy_slots, layout.recent_slots) == (256, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "int8"),
+        ({"kv_policy": "gate"}, "int8"),
+        ({"h2o_resident_dtype": "model"}, "model"),
+        ({"h2o_merge": "value"}, "model"),
+        ({"kv_policy": "h2o-paper"}, "model"),
+    ],
+)
+def test_what_requests_hold_is_in_int8_on_cpu(model_of, options, expected):
+    model = model_of("LlamaForCausalLM", **LLAMA)
+    args = EngineArgs(**{"kv_policy": "h2o", "dtype": "bfloat16"} | model | options)
+    vllm_config = args.create_engine_config()
+    config = h2o_config(vllm_config)
+    assert config.resident_dtype == expected
+    assert (config.slots_per_token > 1.5) == (expected == "int8")
+    # Processes that get the config decide nothing anew.
+    assert h2o_config(copy.deepcopy(vllm_config)) == config
+    assert args.additional_config is None or "h2o_resident_dtype" not in (
+        args.additional_config
+    )
+
+
+def test_kernels_without_int8_hold_what_the_model_has(model_of, monkeypatch):
+    theirs = SimpleNamespace(**vars(cpu) | {"CAPABILITIES": frozenset()})
+    monkeypatch.setitem(sys.modules, "their_kernels", theirs)
+    points = EntryPoints([EntryPoint("theirs", "their_kernels", ops.ENTRY_POINTS)])
+    monkeypatch.setattr(ops, "entry_points", lambda group: points)
+    monkeypatch.setenv("VLLM_H2O_KERNELS", "theirs")
+    model = model_of("LlamaForCausalLM", **LLAMA)
+    args = EngineArgs(kv_policy="h2o", dtype="float32", **model)
+    config = h2o_config(args.create_engine_config())
+    assert not config.quantizes and config.resident_why == "as the kernels have no int8"
 
 
 def test_a_share_of_a_length_that_vllm_finds(model_of):
@@ -988,9 +1035,8 @@ def test_official_spelling_gives_the_same_config(model_of):
         worker_cls="vllm_h2o.plugin.cpu_worker.H2OCPUWorker",
         additional_config={"h2o": settings},
     )
-    assert h2o_config(args.create_engine_config()) == replace(
-        PRESETS["h2o"], budget=512
-    )
+    config = h2o_config(args.create_engine_config())
+    assert asked(config) == replace(PRESETS["h2o"], budget=512)
 
 
 def test_presets_and_overrides():

@@ -14,6 +14,14 @@ def test_a_chunk_is_whole_blocks_and_two_budgets(asked, budget, expected):
 
 
 @pytest.mark.parametrize(
+    ("budget", "held", "expected"),
+    [(256, 1.0, 512), (256, 1.6, 320), (256, 16 / 9, 288), (256, 2.0, 288)],
+)
+def test_a_chunk_is_two_budgets_of_memory_and_more_than_one(budget, held, expected):
+    assert chunk_tokens(1, budget, 32, held) == expected
+
+
+@pytest.mark.parametrize(
     ("position", "origin", "expected"),
     [
         (0, 0, (0, 64)),

@@ -154,7 +154,7 @@ class H2OManager(FullAttentionManager):
         budget = self._budget[request_id]
         assert budget <= self.budget and not budget % self._block_slots
         first_query, window = max(budget, prefill_end), options.observation_window
-        chunk = chunk_tokens(options.chunk(self.policy), budget, self.block_size)
+        chunk = self._chunk(options, budget)
         reads_on = 0 < chunk < prefill_end and not options.is_full
         if reads_on:
             self._reading[request_id] = _Reading(chunk, window)
@@ -182,15 +182,19 @@ class H2OManager(FullAttentionManager):
         self._stand(request_id, residents.climb.ahead_of(start, end))
         budget, window = self._budget[request_id], options.observation_window
         assert start < end
-        asked = options.chunk(self.policy)
         rest = cdiv(end - start, self.block_size) * self.block_size
-        chunk = min(chunk_tokens(asked, budget, self.block_size) or rest, rest)
+        chunk = min(self._chunk(options, budget) or rest, rest)
         reading = _Reading(chunk, window, start, residents.scored_from)
         self._reading[request_id] = reading
         self._readers.add(request_id)
         self._sources[request_id] = residents.blocks
         first_end = self._span(request_id, start).end
         self._first_query[request_id] = first_observer(self.policy, first_end, window)
+
+    def _chunk(self, options: RequestOptions, budget: int) -> int:
+        """Tokens that a request with such a budget reads at once; 0: all."""
+        asked, held = options.chunk(self.policy), self.policy.slots_per_token
+        return chunk_tokens(asked, budget, self.block_size, held)
 
     def residents(self, request_id: str, num_tokens: int) -> Residents | None:
         """What a request holds that another can go on from, or nothing.

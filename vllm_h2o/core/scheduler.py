@@ -487,12 +487,15 @@ class H2OScheduler(AsyncScheduler):
         reading = f", reading {config.read}" if config.reads_part else ""
         merging = f", merging {config.merge}s" if config.merges else ""
         rounded = f" in {INT8}" if config.quantizes else ""
+        if config.resident_why:
+            stored = rounded or " in the model's type"
+            rounded = f"{stored}, {config.resident_why}"
         chosen = f"It goes by {config.chosen}. " if config.chosen else ""
         chunks = ""
-        if tokens := chunk_tokens(config.prefill_chunk, most, spec.block_size):
+        asked, held = config.prefill_chunk, config.slots_per_token
+        if tokens := chunk_tokens(asked, most, spec.block_size, held):
             tokens = min(tokens, self.max_model_len)
             chunks = f"Prompts are read {tokens} tokens at once. "
-            asked = config.prefill_chunk
             full = spec.blocks_while_reading(self.max_model_len, most, asked)
         budget = f"budget {most} tokens"
         ladder = self._limits.ladder

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_h2o.policy.config import MOST_SLOTS_PER_TOKEN, H2OConfig
+from vllm_h2o.policy.config import AUTO, MOST_SLOTS_PER_TOKEN, H2OConfig
 from vllm_h2o.policy.geometry import ResidentBlock, slots_per_token
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.options import shown
 from vllm_h2o.policy.presets import FULL, POLICY_NAMES, resolve_config
+from vllm_h2o.policy.resident_dtype import resident_dtype_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 CONFIG_KEY = "h2o"
 _LONGEST_KEY = "h2o_max_model_len"
 TRAINED_KEY = "h2o_trained_length"
+_RESIDENT_KEY = "h2o_resident_dtype"
 CALIBRATE = "VLLM_H2O_CALIBRATE"
 """Environment variable; at 0 the cache of head profiles is not used, and
 `head_budgets="auto"` takes files only."""
@@ -77,6 +79,9 @@ def h2o_config(vllm_config: VllmConfig) -> H2OConfig | None:
         return None
     if config.moves_keys:
         config = replace(config, trained_length=additional.get(TRAINED_KEY, 0))
+    if config.resident_dtype == AUTO and _RESIDENT_KEY in additional:
+        dtype, why = additional[_RESIDENT_KEY]
+        config = replace(config, resident_dtype=dtype, resident_why=why)
     if config.quantizes:
         held = slots_per_token(config, *_shape(vllm_config))
         held = min(max(held, 1.0), MOST_SLOTS_PER_TOKEN)
@@ -118,6 +123,22 @@ def settings_of(config: H2OConfig, options: dict[str, Any]) -> dict[str, Any]:
     """The dictionary that `parse_settings` turns back into `config`."""
     assert config.policy != FULL
     return {"policy": config.policy, **options}
+
+
+def note_resident_dtype(vllm_config: VllmConfig, can_round: bool) -> None:
+    """Note the type that `resident_dtype="auto"` stands for, for all processes alike.
+
+    Args:
+        vllm_config: Of an engine with H2O.
+        can_round: Whether its kernels have int8.
+    """
+    config, additional = h2o_config(vllm_config), vllm_config.additional_config
+    assert config is not None and isinstance(additional, dict)
+    if config.resident_dtype == AUTO:
+        device = vllm_config.device_config.device_type
+        # Not in place: see `note_longest`.
+        noted = {_RESIDENT_KEY: resident_dtype_of(config, device, can_round)}
+        vllm_config.additional_config = {**additional, **noted}
 
 
 def note_longest(vllm_config: VllmConfig) -> None:

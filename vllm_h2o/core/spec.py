@@ -179,7 +179,8 @@ class H2OAttentionSpec(FullAttentionSpec):
             budget: Slots of a KV head on average.
             chunk: Tokens that it asks to read at once; 0: all.
         """
-        at_once = chunk_tokens(chunk, budget, self.block_size) or num_tokens
+        held = self.h2o.slots_per_token
+        at_once = chunk_tokens(chunk, budget, self.block_size, held) or num_tokens
         # One that goes on from what was kept may begin within a block.
         at_once += (self.block_size - 1) * self.h2o.keeps
         dense = cdiv(min(num_tokens, at_once), self.block_size)

@@ -26,6 +26,7 @@ from vllm_h2o.core.settings import (
     CONFIG_KEY,
     h2o_config,
     note_longest,
+    note_resident_dtype,
     parse_settings,
     settings_of,
 )
@@ -139,6 +140,7 @@ def configured(create_engine_config):
             vars(self).update(given)
         if h2o_config(vllm_config) is not None:
             compat.settle_block_size(vllm_config)
+            note_resident_dtype(vllm_config, _kernels_round())
         check(vllm_config)
         if h2o_config(vllm_config) is not None:
             note_longest(vllm_config)
@@ -150,6 +152,15 @@ def configured(create_engine_config):
         return vllm_config
 
     return wrapped
+
+
+def _kernels_round() -> bool:
+    """Whether the kernels in force have int8."""
+    from vllm_h2o.attention.ops import Capability, named_kernels
+
+    named = named_kernels()
+    able = {Capability.INT8, Capability.TORCH}
+    return named is None or bool(able & set(named.CAPABILITIES))
 
 
 def translate(engine_args: Any) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+_LEAST = 9 / 8
+"""Budgets that a chunk has at least, however little memory a slot takes."""
 
 
 class ChunkSpan(NamedTuple):
@@ -17,20 +21,24 @@ class ChunkSpan(NamedTuple):
     end: int
 
 
-def chunk_tokens(asked: int, budget: int, block_size: int) -> int:
-    """Tokens of a chunk: whole blocks, and at least twice what is held of a request.
+def chunk_tokens(
+    asked: int, budget: int, block_size: int, slots_per_token: float = 1.0
+) -> int:
+    """Tokens of a chunk: whole blocks, and at least twice the memory of what is held.
 
     Args:
         asked: `H2OConfig.prefill_chunk`.
         budget: Slots of a KV head of the request on average.
         block_size: Tokens of a dense block.
+        slots_per_token: See `H2OConfig`; a chunk has more tokens than the budget.
 
     Returns:
         0, if prompts are read whole.
     """
     if not asked:
         return 0
-    return -(-max(asked, 2 * budget) // block_size) * block_size
+    least = math.ceil(budget * max(2 / slots_per_token, _LEAST))
+    return -(-max(asked, least) // block_size) * block_size
 
 
 def chunk_at(position: int, tokens: int, prompt_end: int, origin: int = 0) -> ChunkSpan:

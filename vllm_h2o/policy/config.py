@@ -38,7 +38,7 @@ _MERGES = ("none", "value")
 ATTENTION, GATE = "attention", "gate"
 MODEL, INT8 = "model", "int8"
 _PROMPT_SCORES = (AUTO, ATTENTION, GATE)
-_RESIDENT_DTYPES = (MODEL, INT8)
+_RESIDENT_DTYPES = (AUTO, MODEL, INT8)
 NONE, END, PROMPT = "none", "end", "prompt"
 KEEPS = (NONE, END, PROMPT)
 TEXT, CACHE = "text", "cache"
@@ -68,6 +68,7 @@ class H2OConfig:
             `"text"`: they stay where they are in the text.
         chosen: What prompts and budgets go by, and why, where the user leaves it open:
             no option, the engine fills it in.
+        resident_why: Why they have the type that `"auto"` stands for, likewise.
         slots_per_token: Slots that a token's memory in vLLM's cache holds, from 1 to
             `MOST_SLOTS_PER_TOKEN`: no option, the engine fills it in.
         trained_length: Tokens of the longest text that the model was trained for, where
@@ -98,7 +99,8 @@ class H2OConfig:
             and has the most similar key (`vllm_h2o.policy.merging`); `"none"`.
         resident_dtype: `"int8"`: keys and values of compressed requests are rounded to
             8 bits (`vllm_h2o.policy.quantization`), nearly twice as many tokens in the
-            same memory; `"model"`: they have the model's type.
+            same memory; `"model"`: they have the model's type; `"auto"`: see
+            `vllm_h2o.policy.resident_dtype`.
         eviction_unit: `"token"` or `"block"`.
         head_budgets: `"uniform"`, the file of a head profile
             (`vllm_h2o.policy.profile`), `"auto"`: the profile in the model's
@@ -193,9 +195,9 @@ class H2OConfig:
         choices=_MERGES,
     )
     resident_dtype: str = option(
-        MODEL,
+        AUTO,
         "Type of the keys and values that a compressed request holds: the model's, or "
-        "int8, half the memory of a token.",
+        "int8, half the memory of a token; auto: int8 where it is known to pay.",
         choices=_RESIDENT_DTYPES,
     )
     eviction_unit: str = option(
@@ -210,6 +212,7 @@ class H2OConfig:
         "this one measures anew, or 'request': each request's own, which the scores "
         "cake and d2o read off its prompt.",
     )
+    resident_why: str = ""
     slots_per_token: float = 1.0
     trained_length: int = 0
     chosen: str = ""

@@ -11,6 +11,7 @@ from vllm_h2o.policy.config import (
     ATTENTION,
     AUTO,
     GATE,
+    MODEL,
     REQUEST,
     UNIFORM,
     H2OConfig,
@@ -29,6 +30,7 @@ _SUMS = H2OConfig(
     sinks=0,
     score="sum",
     prompt_score=ATTENTION,
+    resident_dtype=MODEL,
     head_budgets=UNIFORM,
 )
 
@@ -64,6 +66,7 @@ PRESETS: Mapping[str, H2OConfig] = {
         pooling=1,
         prompt_score=ATTENTION,
         read="20%",
+        resident_dtype=MODEL,
         head_budgets=UNIFORM,
     ),
     "d2o": replace(

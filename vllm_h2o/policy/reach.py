@@ -59,6 +59,7 @@ class Reach:
         """
         if not config.moves_keys:
             return None
+        # Where keys move nothing is rounded: a slot is a token.
         chunk = chunk_tokens(config.prefill_chunk, budget, block_size)
         return cls.of(config.trained_length, chunk)
 
