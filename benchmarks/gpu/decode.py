@@ -96,6 +96,7 @@ def resident(
         torch.zeros(sizes.num_rows, dtype=torch.long, device=device),
         scratch,
         placements,
+        stay_dense=not scored,
     )
     query = random_tokens(sizes.num_rows, sizes.num_heads, sizes, device)
     key = random_tokens(sizes.num_rows, sizes.num_kv_heads, sizes, device)
@@ -103,7 +104,7 @@ def resident(
 
     def step() -> None:
         for pages, own in zip(layers, params, strict=True):
-            decode_resident(query, key, key, pages, rows, own, output, scored=scored)
+            decode_resident(query, key, key, pages, rows, own, output)
         rows.positions.add_(1)
 
     return microseconds(step, device) / len(layers)

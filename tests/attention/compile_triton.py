@@ -98,6 +98,13 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
             params, placements=placements_of(pages, [512, 1024])
         )
     decode_resident(query, key, key, pages, rows, params, query)
+    if kind == "int8":
+        stays = ResidentRows(table, zeros, zeros, stay_dense=True)
+        own, alike = (
+            dataclasses.replace(dense, state={}, births=dense.births[:0]),
+            dataclasses.replace(params, placements=None),
+        )
+        decode_resident(query, key, key, own, stays, alike, query)
     blocks, state = torch.arange(4), {"attention": torch.zeros(2, block_size)}
     observe(query, dense, blocks, 7, state, params)
     kept = select(state, UNIFORM, 0, H2OConfig(), params)

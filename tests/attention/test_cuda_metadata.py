@@ -68,6 +68,28 @@ def test_what_stays_dense_stays_in_the_graph():
     assert metadata.stock is None and len(metadata.resident.positions) == 3
 
 
+def test_what_stays_dense_stays_in_the_graph_beside_int8():
+    """By a call of its own, over as many rows; also where no row stays dense."""
+    builder, _ = make_builder(h2o_resident_dtype="int8")
+    whole = {"whole": RowPlan(40, 1, 30, 64, 64)}
+    captured, _ = build(builder, DECODES, padding=2, capture=True)
+    batches = {**DECODES, **whole}, {**DECODES, "c": DECODES["a"]}, whole
+    for metadata in captured, *(build(builder, x, 4 - len(x))[0] for x in batches):
+        assert metadata.stock is None and not metadata.observed
+        assert metadata.resident_tokens is metadata.dense_tokens is None
+        for rows, tensors in (
+            (metadata.resident, builder._tensors),
+            (metadata.dense, builder._dense_tensors),
+        ):
+            assert len(rows.positions) == len(rows.block_table) == 4
+            assert rows.positions._base is tensors._positions
+            assert rows.block_table._base is tensors._block_table
+            assert rows.scratch is builder._tensors._scratch
+            assert rows.stay_dense == (rows is metadata.dense)
+    metadata, _ = build(builder, {**PROMPT, **DECODES, **whole})
+    assert len(metadata.resident_tokens) == 2 and len(metadata.dense_tokens) == 1
+
+
 def test_prompts_alone_run_stock(builder):
     metadata, _ = build(builder, PROMPT)
     assert metadata.resident is None and metadata.stock_tokens is None

@@ -191,6 +191,23 @@ def test_decode(engine, layers, launched, padding):
     assert launched == growth + switch + DECODE * len(layers)
 
 
+def test_rows_that_stay_dense_beside_int8(launched):
+    builder, config = make_builder(h2o_resident_dtype="int8")
+    layers, group = make_layers(config)
+    step = builder.spec.page_size_bytes // 4
+    for layer in layers:
+        cache = torch.empty(40 * step, device=DEVICE)
+        shape = (40, 3, 16, 128), (step, 128, 384, 1)
+        layer.kv_cache = cache.as_strided(*shape)
+    builder.bind(builder.step, group)
+    forward(layers, H2OMetadata(builder.spec), 1)
+    rows = {**DECODES, "whole": RowPlan(40, 1, 30, 64, 64)}
+    metadata, _ = build(builder, rows, 1, guard=no_waiting)
+    with no_waiting():
+        forward(layers, metadata, len(rows) + 1)
+    assert launched == 2 * DECODE * len(layers)
+
+
 def test_decode_beside_prompts(engine, layers, launched):
     """All but the prompts' attention itself, which is stock vLLM's."""
     builder, _ = engine

@@ -28,5 +28,5 @@ def test_kernels_compile(capability):
     # ring is moved out of its slots, and back, and so is what is held.
     several = {"combine_kernel": 3, "ring_kernel": 2, "held_kernel": 2}
     assert found["variants"] == dict.fromkeys(shared_bytes, 1) | several
-    # The new token's; K and V come 16 bytes at a time, by head and in int8 too.
-    assert found["short_loads"] == [2, 2, 2]
+    # The new token's; K and V come 16 bytes at a time, by head, in int8 and dense too.
+    assert found["short_loads"] == [2, 2, 2, 2]

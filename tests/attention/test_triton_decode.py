@@ -292,17 +292,26 @@ def test_strided_arguments():
     )
 
 
-def test_without_scores():
-    """The output of a layout that lets nothing compete; scores stay as they are."""
-    step = make_step(params_of(), [20, 60])
-    streaming = dataclasses.replace(step, params=params_of(sinks=32))
-    expected, _ = streaming.run(reference.decode_resident, "cpu")
+def test_rows_that_stay_dense():
+    """By pages of their own, in which nothing competes and that have no state. Output
+    of a row of position -1 is another call's."""
+    step = make_step(params_of(sinks=32), [20, 9, 60])
+    step.rows.positions[1] = -1
+    step.rows.first_queries.fill_(99)
+    rows = dataclasses.replace(step.rows, stay_dense=True)
+    step = dataclasses.replace(step, rows=rows)
+    expected, kept = step.run(reference.decode_resident, "cpu")
     scratch = step.scratch(2, 16)
-    actual, pages = step.run(decode_resident, scratch=scratch, scored=False)
-    torch.testing.assert_close(actual, expected, **TOLERANCE[torch.float32])
-    torch.testing.assert_close(
-        pages.attention, step.pages.attention, rtol=0, atol=0, equal_nan=True
-    )
+
+    def by_content(query, key, value, pages, *rest):
+        mine = dataclasses.replace(pages, state={}, births=pages.births[:0])
+        decode_resident(query, key, value, mine, *rest)
+
+    actual, pages = step.run(by_content, scratch=scratch)
+    tolerance = TOLERANCE[torch.float32] | {"equal_nan": True}
+    torch.testing.assert_close(actual, expected, **tolerance)
+    assert actual[1].isnan().all() and not actual[[0, 2]].isnan().any()
+    assert content(pages).equal(content(kept)), "the new tokens alone are written"
     assert scratch.logits.isnan().all()
 
 

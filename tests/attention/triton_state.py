@@ -98,7 +98,8 @@ def content(pages):
 def rows_to(rows, device):
     """The same rows on another device, without scratch."""
     tensors = (rows.block_table, rows.positions, rows.first_queries)
-    return ResidentRows(*(tensor.to(device) for tensor in tensors))
+    moved = (tensor.to(device) for tensor in tensors)
+    return ResidentRows(*moved, stay_dense=rows.stay_dense)
 
 
 @dataclass

@@ -31,6 +31,8 @@ class ActedGraphs:
         self.captured: dict[int, dict[str, Any]] = {}
         self.replays = 0
         self.padded_replays = 0
+        self.replays_with_dense = 0
+        """Of which a row stays dense, beside pages of another kind."""
         dispatch = v2.dispatch_cg_and_sync_dp
 
         def dispatch_full(manager: Any, num_reqs: int, num_toks: int, uniform, *a, **k):
@@ -59,7 +61,8 @@ class ActedGraphs:
         )  # fmt: skip
         runner.h2o_step._plan = plan
         for part in _ours(metadata):
-            assert (part.resident.positions == -1).all()
+            for mine in _rows_of(part):
+                assert (mine.positions == -1).all()
         self.captured[rows] = {
             # The objects a graph holds, whatever the steps build later.
             "metadata": {n: dataclasses.replace(m) for n, m in metadata.items()},
@@ -71,8 +74,11 @@ class ActedGraphs:
         self.replays += 1
         runner, rows = self.runner, desc.num_tokens
         for part in _ours(self.captured[rows]["metadata"]):
-            assert (part.resident.positions[: self.real_rows] >= 0).all()
-            assert (part.resident.positions[self.real_rows :] == -1).all()
+            taken = [mine.positions >= 0 for mine in _rows_of(part)]
+            calls = torch.stack(taken).sum(dim=0)
+            assert (calls[: self.real_rows] == 1).all()
+            assert (calls[self.real_rows :] == 0).all()
+        self.replays_with_dense += len(taken) > 1 and bool(taken[1].any())
         with set_forward_context(
             self.captured[rows]["metadata"], runner.vllm_config, num_tokens=rows,
             batch_descriptor=BatchDescriptor(rows),
@@ -82,6 +88,11 @@ class ActedGraphs:
                 input_ids=runner.input_buffers.input_ids[:rows],
                 positions=runner.input_buffers.positions[:rows],
             )
+
+
+def _rows_of(part: Any) -> list[Any]:
+    """Resident rows, and those that stay dense where these are apart."""
+    return [part.resident] if part.dense is None else [part.resident, part.dense]
 
 
 def _ours(metadata: dict[str, Any]) -> list[Any]:

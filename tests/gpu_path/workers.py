@@ -84,6 +84,7 @@ class GraphedWorker(InterpretedWorker):
         self.graphs = ActedGraphs(self.model_runner)
         self.model_runner.cudagraph_manager = self.graphs
 
-    def probe_graphs(self) -> tuple[int, int]:
-        """Replays, and how many of them had padding."""
-        return self.graphs.replays, self.graphs.padded_replays
+    def probe_graphs(self) -> tuple[int, int, int]:
+        """Replays, how many had padding, and how many a row that stays dense."""
+        graphs = self.graphs
+        return graphs.replays, graphs.padded_replays, graphs.replays_with_dense

@@ -26,7 +26,7 @@ from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend
 from vllm_h2o.attention.heads import HeadBudgets
-from vllm_h2o.attention.ops.triton import DecodeScratch, splitting
+from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, splitting
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.core.plan import RowPlan
@@ -270,6 +270,31 @@ def spec_of(config):
         dtype=model.dtype,
     )
     return H2OAttentionSpec.of(plain, h2o_config(config), model.max_model_len)
+
+
+def test_dense_rows_beside_int8_have_scratch_of_their_own(on_cuda, monkeypatch):
+    monkeypatch.setattr(Cuda, "device_type", "cpu")
+    monkeypatch.setattr(splitting, "num_sms", lambda device: 132)
+    config = config_of(h2o_resident_dtype="int8", h2o_budget=336)
+    config.scheduler_config.max_num_seqs = 7
+    spec, heads = spec_of(config), (7, 9, 3, 64)
+    budget, dense, slots = spec.layout.budget, spec.dense_budget, 9999
+    assert dense >= budget and not spec_of(config_of()).dense_budget
+    scratch = DecodeScratch.allocate(
+        *heads, budget, budget, torch.device("cpu"), None, slots, dense
+    )
+    assert scratch.maxima.numel() == 9 * max(
+        rows
+        * splitting.num_splits(
+            Tuning(), 3 * rows, 64, most, most, scratch.maxima.device
+        )
+        for most in (budget, dense)
+        for rows in range(1, 8)
+    )
+    taken = DecodeScratch.bytes_of(*heads, budget, budget, slots, "cpu", dense)
+    parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
+    assert taken == sum(part.nbytes for part in parts)
+    assert taken > DecodeScratch.bytes_of(*heads, budget, budget, slots, "cpu")
 
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):

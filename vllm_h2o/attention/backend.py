@@ -209,13 +209,12 @@ class H2OImpl(_StockImpl):
         if metadata.resident is not None:
             self._decode(
                 (query, key, value, output), metadata.resident,
-                metadata.resident_tokens, self._pages, self._params,
+                metadata.resident_tokens,
             )  # fmt: skip
         if metadata.dense is not None:
             self._decode(
-                (query, key, value, output), metadata.dense,
-                metadata.dense_tokens, self._dense, self._dense_params,
-            )  # fmt: skip
+                (query, key, value, output), metadata.dense, metadata.dense_tokens
+            )
         return output
 
     def scored_layer(
@@ -290,8 +289,7 @@ class H2OImpl(_StockImpl):
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
             key = query[:, :num_kv_heads]
-            output = torch.empty_like(query)
-            kernels.decode_resident(query, key, key, pages, rows, params, output)
+            self._decode((query, key, key, torch.empty_like(query)), rows, None)
 
     def unbind(self) -> None:
         """Let go of a cache: vLLM makes one only to measure graphs with."""
@@ -372,8 +370,6 @@ class H2OImpl(_StockImpl):
         batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rows: ResidentRows,
         tokens: torch.Tensor | None,
-        pages: Pages,
-        params: DecodeParams,
     ) -> None:
         """Decode rows of a batch, its query, key, value and output."""
         *inputs, output = batch
@@ -384,6 +380,9 @@ class H2OImpl(_StockImpl):
         else:
             query, key, value = (part[tokens] for part in inputs)
             mine = torch.empty_like(output[: len(tokens)])
+        pages, params = self._pages, self._params
+        if rows.stay_dense:
+            pages, params = self._dense, self._dense_params
         assert params.kernels is not None
         params.kernels.decode_resident(query, key, value, pages, rows, params, mine)
         if tokens is not None:

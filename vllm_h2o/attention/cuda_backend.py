@@ -3,8 +3,8 @@
 Tests run these classes over real vLLM classes on CPU tensors, with the Triton kernels
 interpreted (tests/gpu_path); what was seen on a GPU is in docs/compatibility.md.
 
-CUDA graphs: batches of resident rows alone run under full graphs, all others
-piecewise, where attention is outside the graphs. The worker sees to it that a
+CUDA graphs: batches of decodes alone run under full graphs, all others piecewise,
+where attention is outside the graphs. The worker sees to it that a
 prompt's step of one token is not taken for a decode.
 """
 
@@ -71,8 +71,7 @@ class _CUDAImpl(H2OImpl):
 
 class _CUDABuilder(H2OMetadataBuilder):
     num_heads_q: int  # as both stock builders set it
-    # Graphs hold one call of our kernel.
-    stock_decodes_dense = True
+    has_graphs = True
 
     @classmethod
     def get_cudagraph_support(
@@ -100,6 +99,7 @@ class _CUDABuilder(H2OMetadataBuilder):
             scratch = _SCRATCH[id(vllm_config)] = DecodeScratch.allocate(
                 max_rows, self.num_heads_q, spec.num_kv_heads, spec.head_size, budget,
                 spec.largest_budget, self.device, logit_slots=self._logit_slots,
+                dense_budget=spec.dense_budget,
             )  # fmt: skip
         return scratch
 

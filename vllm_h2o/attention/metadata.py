@@ -47,7 +47,8 @@ class H2OMetadata:
         resident_tokens: `[num_rows]` int64 indices; None: the whole batch, one
             token per row.
         dense: Rows that decode and stay dense, where their pages are not those of
-            resident rows; else they are among the latter.
+            resident rows; else they are among the latter. Where both are the whole
+            batch, a row has position -1 in one of them.
         dense_tokens: As of the resident rows.
     """
 
@@ -79,9 +80,9 @@ class H2OMetadataBuilder(_Stock):
     # Whether our kernel attends in prompts' steps in which most queries score: then
     # stock's need not compute their logits too.
     attends_observed = False
-    # Whether stock's attention decodes rows that stay dense, where resident pages are
-    # other than its blocks; else our kernel does, in a call of its own.
-    stock_decodes_dense = False
+    # Whether a batch of decodes is decoded as it is, since graphs are: where pages of
+    # rows that stay dense are other than residents', by both calls.
+    has_graphs = False
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -101,13 +102,9 @@ class H2OMetadataBuilder(_Stock):
         self._tensors = RowTensors(max_rows, blocks, device, scratch)
         # Rows that stay dense, where resident pages are other than vLLM's blocks.
         self._dense_tensors: RowTensors | None = None
-        if not self.spec.pages_are_blocks and not self.stock_decodes_dense:
+        if not self.spec.pages_are_blocks:
             dense = cdiv(self.spec.dense_layout.budget, self.spec.block_size)
-            self._dense_tensors = RowTensors(max_rows, dense, device, None)
-
-    @property
-    def _leaves_dense_to_stock(self) -> bool:
-        return self.stock_decodes_dense and not self.spec.pages_are_blocks
+            self._dense_tensors = RowTensors(max_rows, dense, device, scratch, True)
 
     def _decode_scratch(self, vllm_config: VllmConfig, max_rows: int) -> Any:
         """What the platform's decode kernels need beside their rows."""
@@ -128,8 +125,6 @@ class H2OMetadataBuilder(_Stock):
         """
         assert self.compresses
         self.step, self.layers = step, group.layers
-        if self._leaves_dense_to_stock:
-            step.leaves_dense_to_stock = True
         self.by_head = group.layers if group.by_head else ()
         self.placements = RowPlacements(
             group.by_head, group.by_budget, lambda: step.transitions.by_request
@@ -151,7 +146,7 @@ class H2OMetadataBuilder(_Stock):
             return super().build(common_prefix_len, common, fast_build)
         assert self.step is not None
         metadata = H2OMetadata(self.spec)
-        decodes = self.step.decodes(rows)
+        decodes = rows.decodes
         if not decodes.all():
             reading = ~rows.decodes & (rows.chunk_starts > 0)
             prompts = np.flatnonzero(~decodes & ~reading).tolist()
@@ -182,6 +177,10 @@ class H2OMetadataBuilder(_Stock):
         """Those that stay dense apart, where their pages are not alike."""
         dense = decodes & rows.stay_dense
         self._skip_stock_update(common, decodes & ~dense)
+        if self._dense_tensors is not None and self.has_graphs and decodes.all():
+            metadata.resident = self._resident(common, rows)
+            metadata.dense = self._dense(common, rows)
+            return
         if self._dense_tensors is not None:
             decodes = decodes & ~dense
             if dense.any():
@@ -227,11 +226,13 @@ class H2OMetadataBuilder(_Stock):
     def _dense(
         self, common: CommonAttentionMetadata, plan: ResidencyPlan
     ) -> ResidentRows:
-        """Rows that stay dense, by their dense blocks."""
+        """Those of a batch of decodes that stay dense, by their dense blocks."""
         assert self._dense_tensors is not None
         assert (plan.num_scheduled_tokens == 1).all()
         num_rows = common.num_reqs
         rows = self._dense_tensors.begin(num_rows, common.seq_lens, plan.first_queries)
+        if not plan.stay_dense.all():
+            rows.positions.masked_fill_(rows.positions >= rows.first_queries, -1)
         table = common.block_table_tensor[:num_rows]
         rows.block_table.copy_(table[:, : rows.block_table.shape[1]])
         return rows
@@ -246,7 +247,12 @@ class H2OMetadataBuilder(_Stock):
         """
         if common.max_query_len > 1:
             return super().build(common_prefix_len, common, fast_build)
-        return H2OMetadata(self.spec, resident=self._tensors.padding(common.num_reqs))
+        dense = self._dense_tensors
+        return H2OMetadata(
+            self.spec,
+            resident=self._tensors.padding(common.num_reqs),
+            dense=None if dense is None else dense.padding(common.num_reqs),
+        )
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -275,14 +281,16 @@ class H2OMetadataBuilder(_Stock):
             async_tensor_h2d(plan.grown_at, out=rows.grown_at[: len(placements)])
         table = common.block_table_tensor[:num_rows]
         resident = self.resident_pages(table, self.layout.budget)
-        if plan.stay_dense.any():
-            # Pages are blocks, as no query has scored what is in dense ones.
-            assert self._dense_tensors is None
-            stay = (rows.positions < rows.first_queries)[:, None]
+        # No query has scored what is in dense blocks.
+        stay = rows.positions < rows.first_queries
+        if not plan.stay_dense.any():
+            rows.block_table.copy_(resident)
+        elif self._dense_tensors is None:
             dense = table[:, : resident.shape[1]]
-            torch.where(stay, dense, resident, out=rows.block_table)
+            torch.where(stay[:, None], dense, resident, out=rows.block_table)
         else:
             rows.block_table.copy_(resident)
+            rows.positions.masked_fill_(stay, -1)
         return rows
 
     def resident_pages(self, table: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -301,7 +309,8 @@ class H2OMetadataBuilder(_Stock):
         """Batches of 1, 2, 4 .. rows that touch no page."""
         num_rows = 1
         while num_rows <= self._tensors.max_rows:
-            yield self._tensors.padding(num_rows)
+            for tensors in filter(None, (self._tensors, self._dense_tensors)):
+                yield tensors.padding(num_rows)
             num_rows *= 2
 
     def _let_grow(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:

@@ -20,17 +20,25 @@ class RowTensors:
     """
 
     def __init__(
-        self, max_rows: int, budget_blocks: int, device: torch.device, scratch: Any
+        self,
+        max_rows: int,
+        budget_blocks: int,
+        device: torch.device,
+        scratch: Any,
+        stay_dense: bool = False,
     ) -> None:
         """Make the tensors.
 
         Args:
             max_rows: Of a batch.
-            budget_blocks: Pages of a request's resident blocks.
+            budget_blocks: Pages of a request.
             device: Of the kernels.
             scratch: What the kernels hand to each other; None: nothing.
+            stay_dense: See `ResidentRows`.
         """
         self.max_rows, self._scratch = max_rows, scratch
+        self._stay_dense = stay_dense
+        self._scores = scratch is not None and not stay_dense
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._first_queries = torch.zeros_like(self._positions)
         self._placements = torch.zeros_like(self._positions, dtype=torch.int32)
@@ -56,8 +64,9 @@ class RowTensors:
                 self._first_queries[:num_rows],
                 self._scratch,
                 self._placements[:num_rows] if self._has_placements else None,
-                self._logit_starts[:num_rows] if self._scratch is not None else None,
+                self._logit_starts[:num_rows] if self._scores else None,
                 self._grown_at[:num_rows] if self._has_placements else None,
+                self._stay_dense,
             )
         return self._views[num_rows]
 

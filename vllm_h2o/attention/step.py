@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_h2o.attention.transition import Transitions
@@ -22,8 +20,6 @@ class StepRows:
         self.transitions = Transitions()
         self.watchers: list[Callable[[Any, torch.Tensor, ResidencyPlan], None]] = []
         """Told of each step by each builder, with its block table; see watch.py."""
-        self.leaves_dense_to_stock = False
-        """Whether stock's attention decodes rows that stay dense, outside graphs."""
         self._plan: ResidencyPlan | None = None
 
     def begin(self, plan: ResidencyPlan, gone: Sequence[str]) -> None:
@@ -54,12 +50,7 @@ class StepRows:
     @property
     def all_decode(self) -> bool:
         """Whether every row decodes, or is a dummy."""
-        return not self._plan or bool(self.decodes(self._plan).all())
-
-    def decodes(self, plan: ResidencyPlan) -> npt.NDArray[np.bool_]:
-        """`[num_requests]` whether our decode kernel takes the row."""
-        decodes = plan.decodes
-        return decodes & ~plan.stay_dense if self.leaves_dense_to_stock else decodes
+        return not self._plan or bool(self._plan.decodes.all())
 
     def rows(self, num_reqs: int) -> ResidencyPlan | None:
         """The plan in the order of the batch's rows, or None in a dummy run."""

@@ -93,6 +93,11 @@ class H2OAttentionSpec(FullAttentionSpec):
         slots = blocks * self.block_size
         return SlotLayout(self.block_size, slots - 1, 1, sinks=0, whole_blocks=False)
 
+    @property
+    def dense_budget(self) -> int:
+        """Its slots, where its pages are not as those of residents are; else 0."""
+        return 0 if self.pages_are_blocks else self.dense_layout.budget
+
     @cached_property
     def _resident(self) -> ResidentBlock:
         return ResidentBlock.of(

@@ -166,6 +166,7 @@ def scratch_bytes(
         spec.largest_budget,
         slots_with_logits(max_rows, spec.most_slots, pool, spec.most_slots_per_token),
         current_platform.device_type,
+        spec.dense_budget,
     )
 
 

@@ -59,7 +59,8 @@ def decode_resident(
     group = query.shape[1] // num_kv_heads
     for row in range(query.shape[0]):
         if rows.positions[row] < 0:
-            output[row] = 0
+            if not rows.stay_dense:
+                output[row] = 0
             continue
         for head in range(num_kv_heads):
             resident = Resident(pages, rows, row, head, params)

@@ -42,6 +42,9 @@ class ResidentRows:
         grown_at: `[num_rows]` int64 tokens of the sequence when its budget last grew,
             see `policy.layout.place_of`; 0: it never has, as all whose placement is
             `UNIFORM`; None: no row's has.
+        stay_dense: Whether all rows stay dense and are read by pages of their own:
+            no query scores, and nothing competes. A row of position -1 is then
+            another call's, and its output is left as it is.
     """
 
     block_table: torch.Tensor
@@ -51,6 +54,7 @@ class ResidentRows:
     placements: torch.Tensor | None = None
     logit_starts: torch.Tensor | None = None
     grown_at: torch.Tensor | None = None
+    stay_dense: bool = False
 
 
 @dataclass(frozen=True, eq=False)

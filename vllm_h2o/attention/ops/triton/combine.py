@@ -34,6 +34,7 @@ def combine_kernel(
     UNIT: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_H: tl.constexpr,
+    PADS: tl.constexpr,
 ):  # fmt: skip
     """Finish the decode step of one row and KV head.
 
@@ -50,7 +51,8 @@ def combine_kernel(
     these summed over KV heads)`, in the placement where the sum is largest. A KV head's
     program i merges its query head i and updates the attention of its tile i of BLOCK_T
     slots; program 0 moves the graduate and writes the new token. A row of position -1
-    is padding: its output is 0 and none of its pages is touched.
+    is padding: its output is 0 (without PADS another call's, left alone) and none of
+    its pages is touched.
 
     Reference: graduate, write and attend of ops/reference.py, state equal at
     the end of the step.
@@ -58,6 +60,9 @@ def combine_kernel(
     row = tl.program_id(0)
     position = tl.load(positions + row).to(tl.int32)
     output += row.to(tl.int64) * output_strides[0]
+    if not PADS:  # noqa: SIM102  one is known when it is compiled
+        if position < 0:
+            return
     if position < 0:
         query_head = tl.program_id(1)
         if sizes is None:

@@ -146,12 +146,15 @@ def write_token(
 ):  # fmt: skip
     """Put K, V and, if its query scores, the birth of the new token into `slot`.
 
+    Dense pages have no births.
+
     `key` and `value` point to its `[HEAD_SIZE]` vectors of this KV head.
     """
     dim = tl.arange(0, BLOCK_D)
     mask = dim < HEAD_SIZE
     at = page_offsets(state, slot, True, head, state_strides, BLOCK_SIZE)
-    tl.store(births + at, position, mask=scores_now)
+    if births is not None:
+        tl.store(births + at, position, mask=scores_now)
     in_keys = page_offsets(places, slot, True, head, key_strides, BLOCK_SIZE)
     in_keys = keys + in_keys + dim * key_strides[3]
     in_values = page_offsets(places, slot, True, head, value_strides, BLOCK_SIZE)

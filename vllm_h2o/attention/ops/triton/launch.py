@@ -53,8 +53,6 @@ def decode_resident(
     rows: ResidentRows,
     params: DecodeParams,
     output: torch.Tensor,
-    *,
-    scored: bool = True,
 ) -> None:
     """See `Kernels.decode_resident`.
 
@@ -68,8 +66,6 @@ def decode_resident(
             position -1 touches no page, and its output is 0.
         params: As there.
         output: As there.
-        scored: False leaves attention alone and lets nothing graduate: for a
-            layout without competition, whose attention nobody reads.
     """
     num_rows, num_heads, head_size = query.shape
     num_kv_heads, layout = key.shape[1], params.layout
@@ -85,8 +81,8 @@ def decode_resident(
             num_rows, num_heads, num_kv_heads, head_size, params.layout.budget,
             params.largest_budget, query.device,
         )  # fmt: skip
-    starts = rows.logit_starts
-    if starts is None:
+    starts, scored = rows.logit_starts, not rows.stay_dense
+    if scored and starts is None:
         apart = num_kv_heads * params.largest_budget
         starts = torch.arange(num_rows, device=query.device) * apart
         assert num_rows * apart * num_heads <= scratch.logits.numel() * num_kv_heads
@@ -133,6 +129,7 @@ def decode_resident(
         sink_logits=params.sink_logits, score_decay=params.score_decay,
         BLOCK_T=score_tile,
         BLOCK_P=triton.next_power_of_2(splits),
+        PADS=not rows.stay_dense,
         num_warps=4, **shared,
     )  # fmt: skip
 
@@ -149,12 +146,16 @@ def table_arguments(tables: DeviceTables | None) -> dict[str, Any]:
 
 def page_arguments(pages: Pages) -> dict[str, Any]:
     """Kernel arguments that address the pages, rows of K and V."""
-    assert pages.attention.stride() == pages.births.stride()
-    return {
-        **vector_arguments(pages),
-        "attention": pages.attention, "births": pages.births,
-        "state_strides": pages.attention.stride(),
-    }  # fmt: skip
+    state: dict[str, Any]
+    if not pages.state:  # of dense pages
+        state = {"attention": None, "births": None, "state_strides": (0, 0, 0)}
+    else:
+        assert pages.attention.stride() == pages.births.stride()
+        state = {
+            "attention": pages.attention, "births": pages.births,
+            "state_strides": pages.attention.stride(),
+        }  # fmt: skip
+    return vector_arguments(pages) | state
 
 
 def vector_arguments(pages: Pages) -> dict[str, Any]:

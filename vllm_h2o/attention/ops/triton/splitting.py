@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -73,19 +74,21 @@ class DecodeScratch:
         device: torch.device,
         tuning: Tuning | None = None,
         logit_slots: int | None = None,
+        dense_budget: int = 0,
     ) -> DecodeScratch:
         """Scratch for batches of up to `max_rows` rows.
 
         KV heads have `budget` slots on average, none more than `largest_budget`; the
         rows that score have `logit_slots` together, over their KV heads (None: the
-        most that `max_rows` could have).
+        most that `max_rows` could have). Rows that stay dense have `dense_budget` in a
+        call of their own (0: there is none).
         """
         if logit_slots is None:
             logit_slots = max_rows * num_kv_heads * largest_budget
         tuning = tuning or Tuning()
         partials = _partials(
-            max_rows, num_heads, num_kv_heads, head_size, budget, largest_budget,
-            device, tuning,
+            max_rows, num_heads, num_kv_heads, head_size,
+            ((budget, largest_budget), (dense_budget, dense_budget)), device, tuning,
         )  # fmt: skip
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
         return cls(
@@ -110,12 +113,13 @@ class DecodeScratch:
         largest_budget: int,
         logit_slots: int,
         device_type: str,
+        dense_budget: int = 0,
     ) -> int:
         """Bytes that `allocate` takes with the default tuning."""
         device = torch.device(device_type)
         partials = _partials(
-            max_rows, num_heads, num_kv_heads, head_size, budget, largest_budget,
-            device, Tuning(),
+            max_rows, num_heads, num_kv_heads, head_size,
+            ((budget, largest_budget), (dense_budget, dense_budget)), device, Tuning(),
         )  # fmt: skip
         words = logit_slots * (num_heads // num_kv_heads) + 2 * max_rows * num_kv_heads
         return 4 * (words + partials * (head_size + 2))
@@ -144,17 +148,16 @@ def _partials(
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
-    budget: int,
-    largest_budget: int,
+    budgets: Iterable[tuple[int, int]],
     device: torch.device,
     tuning: Tuning,
 ) -> int:
-    """Most partial outputs of a batch of up to `max_rows` rows."""
+    """Most partial outputs of a batch of up to `max_rows` rows, in a call by any of
+    these `(budget, largest_budget)`; 0: there is no such call."""
     return num_heads * max(
-        rows
-        * num_splits(
-            tuning, rows * num_kv_heads, head_size, budget, largest_budget, device
-        )
+        rows * num_splits(tuning, rows * num_kv_heads, head_size, *both, device)
+        for both in budgets
+        if both[0]
         for rows in range(1, max_rows + 1)
     )
 
