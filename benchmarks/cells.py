@@ -207,6 +207,7 @@ def record(cell: Cell, samples: Mapping[str, list[dict[str, Any]]]) -> dict[str,
     return {
         "workload": dataclasses.asdict(workload),
         "scale": cell.scale,
+        "share": cell.share,
         "model_id": cell.model or "SmolLM2-135M-Instruct",
         "tensor_parallel_size": cell.tensor_parallel_size,
         "engine_args": ENGINE_ARGS | cell.engine_args,

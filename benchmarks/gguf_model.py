@@ -1,6 +1,6 @@
 """A model out of a GGUF file, as vLLM wants it: safetensors, config and tokenizer.
 
-The weights are dequantized to float32 once, into a folder of the cache, and reused.
+The weights are dequantized once, into a folder of the cache, and reused.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ _MARKER = "complete"
 _ADDS_BOS = "tokenizer.ggml.add_bos_token"
 
 
-def ensure(name: str, gguf: Callable[[Path], Path]) -> Path:
+def ensure(name: str, gguf: Callable[[Path], Path], dtype: str = "float32") -> Path:
     """Return the folder of a model, converting it on first use.
 
     Args:
         name: Of the folder in `cache_root`.
         gguf: Returns the GGUF file; may write it into the folder it is given,
             which lasts as long as the conversion.
+        dtype: Of the weights.
 
     Returns:
-        A folder with safetensors weights (float32), config and tokenizer.
+        A folder with safetensors weights, config and tokenizer.
     """
     target = cache_root() / name
     if not (target / _MARKER).exists():
         with tempfile.TemporaryDirectory() as scratch:
-            _convert(gguf(Path(scratch)), target)
+            _convert(gguf(Path(scratch)), target, dtype)
     return target
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(gguf: Path, target: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     print(f"converting {gguf.name} to safetensors in {target} (once)", flush=True)
@@ -50,7 +51,7 @@ def _convert(gguf: Path, target: Path) -> None:
         gguf.parent,
         gguf_file=gguf.name,
         quantization_config=GgufConfig(dequantize=True),
-        dtype="float32",
+        dtype=dtype,
     )
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config

@@ -9,6 +9,7 @@ Each only if there are results for it.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -29,6 +30,10 @@ Groups = dict[str, dict[str, float]]
 _GROWTH = "growth-"
 _TIMES = (_GROWTH, "prompt-", "cached-", "decode-")
 """Workloads of a single step's time: what they say of tokens/s means nothing."""
+_QUALITY = Path(__file__).parent / "results" / "quality-models-2.csv"
+_HELD = {"h2o": ("h2o int8", 1.75), "h2o-model": ("h2o", 1.0)}
+"""Whose divergence is that of a system, and tokens held over tokens of the memory, in
+bfloat16 with heads of 64."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,6 +77,7 @@ def tpot_over_context(results: list[dict[str, Any]]) -> Any:
 def equal_memory(results: list[dict[str, Any]]) -> Any:
     """Requests at once and tokens/s in as many KV bytes; bars grouped by workload."""
     results = [r for r in results if not _of_times(r) and _evicts(r)]
+    results = [r for r in results if not r.get("share")]
     if not results:
         return None
     figure, panels = plt.subplots(1, 2, figsize=(1.5 * WIDTH, HEIGHT))
@@ -106,9 +112,52 @@ def _bars(axes: Any, groups: Groups, ylabel: str) -> None:
     axes.set_ylabel(ylabel)
 
 
+def quality_over_speed(results: list[dict[str, Any]]) -> Any:
+    """Divergence from the full cache over tokens/s in as many KV bytes, of shares."""
+    found = [result for result in results if result.get("share")]
+    points = {
+        f"{_workload(result)} {system['label']}": (
+            system["ratios"]["ratio_output_tokens_per_s"]["median"],
+            divergence,
+        )
+        for result in found
+        for system in result["systems"]
+        if (divergence := _divergence(result["model_id"], system)) is not None
+    }
+    if not points:
+        return None
+    figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))
+    for label, at in points.items():
+        name = label.partition(" ")[2]
+        axes.plot(*at, "o", color=color_of(name))
+        axes.annotate(name, at, (6, 6), textcoords="offset points")
+    axes.set_xlabel("output tokens/s in as much KV memory, over stock's")
+    axes.set_ylabel("KL divergence from the full cache, nats per token")
+    axes.margins(0.2)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def _divergence(model: str, system: dict[str, Any]) -> float | None:
+    """That of the share of the tokens that a share of the memory holds, if it is
+    known."""
+    if system["budget_fraction"] is None:
+        return 0.0
+    policy, per_token = _HELD.get(system["system"], ("", 0.0))
+    share = per_token * system["budget_fraction"]
+    with _QUALITY.open(newline="") as file:
+        for row in csv.DictReader(file):
+            same = (row["policy"], row["metric"]) == (policy, "kl_nats")
+            same &= row["model"] == Path(model).name.lower()
+            if same and abs(float(row["budget_fraction"]) - share) < 0.005:
+                return float(row["value"])
+    return None
+
+
 PICTURES = {
     "tpot_over_context": tpot_over_context,
     "equal_memory": equal_memory,
+    "quality_over_speed": quality_over_speed,
 }
 
 

@@ -534,6 +534,32 @@ def test_heads_are_chosen_for_together_as_each_alone(position, placement):
         assert (kept.slots[head, ~held] == -1).all()
 
 
+@pytest.mark.parametrize("op", [reference.decode_resident, cpu.decode_resident])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_tie_is_lost_by_who_leaves_the_window(op, quantized):
+    """One that has the least more takes the slot of the oldest that is no sink."""
+    params, table = params_of(), torch.tensor([[7, 3, 11]], dtype=torch.int32)
+    query, key = torch.randn(1, 3, 64), torch.randn(1, 3, 64)
+    for more, beats in ((0.0, None), (1e-6, 4)):
+        pages = pages_of(make_cache(torch.float32, 3, 64, 16), params, quantized)
+        held = table[0].long()
+        for name in ("keys", "values", "key_scales", "value_scales")[
+            : 2 + 2 * quantized
+        ]:
+            getattr(pages, name)[held] = 0
+        pages.attention[held] = 1.0
+        pages.attention[held[2], :, 0] += more
+        pages.births[held] = torch.arange(48, dtype=torch.int32).view(3, 1, 16)
+        rows = ResidentRows(table, torch.tensor([48]), torch.tensor([0]))
+        op(query, key, key, pages, rows, params, torch.empty_like(query))
+        expected = torch.arange(48)
+        expected[32] = 48
+        if beats is not None:
+            expected[beats] = 32
+        for head in pages.births[held].transpose(0, 1).flatten(1):
+            assert head.tolist() == expected.tolist()
+
+
 def test_padding_touches_no_page():
     pages = Pages.view(make_cache(torch.float32, 3, 64, 16))
     rows = ResidentRows(

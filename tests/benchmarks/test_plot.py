@@ -16,10 +16,11 @@ def draw(results, output):
 def test_all_pictures(tmp_path):
     cells = [Cell("512+512"), Cell("chat", tensor_parallel_size=2)]
     cells += [Cell("growth-1024"), Cell("growth-2048")]
+    cells.append(Cell("512+1024", ("20%", "10%"), ("h2o", "h2o-model"), share=True))
     for cell in cells:
         path = save(made_up_result(cell), cell, tmp_path)
         path.with_suffix(".failed.json").write_text('{"error": "of an earlier try"}')
-    assert draw(tmp_path, tmp_path / "docs") == {"tpot_over_context", "equal_memory"}
+    assert draw(tmp_path, tmp_path / "docs") == {*plot.PICTURES}
     assert len(plot.load(tmp_path)) == len(cells)
 
 

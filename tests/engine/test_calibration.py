@@ -1,12 +1,10 @@
 """An engine that measures its own heads."""
 
 import json
-import logging
 from dataclasses import asdict
 
 import pytest
 import torch
-import vllm.logger
 from safetensors.torch import load_file, save_file
 
 from benchmarks.smollm2 import ensure_model
@@ -76,17 +74,6 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("VLLM_H2O_CACHE", str(folder))
     monkeypatch.delenv("VLLM_H2O_CALIBRATE")
     return folder / "heads"
-
-
-@pytest.fixture
-def logged(caplog):
-    """What vLLM's loggers say, also once more."""
-    for each in ("info", "warning"):
-        getattr(vllm.logger, f"_print_{each}_once").cache_clear()
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    yield lambda: [(r.levelname, r.getMessage()) for r in caplog.records]
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(

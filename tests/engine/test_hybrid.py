@@ -208,7 +208,7 @@ def test_other_hybrids_have_stock_tokens_and_are_compressed(
     ],
 )
 def test_beside_others_equals_reference(
-    tmp_path, save, dense_model, others, block, seed
+    tmp_path, logged, save, dense_model, others, block, seed
 ):
     """In steps of 256 tokens; also of prompts that hit, and after a preemption."""
     folder = save(tmp_path)
@@ -230,6 +230,8 @@ def test_beside_others_equals_reference(
         managers = scheduler(llm).kv_cache_manager.coordinator.single_type_managers
         kinds = [type(manager).__name__ for manager in managers]
         assert kinds.count("H2OManager") == 1 and others in kinds
+        warned = any("where other layers keep states" in said for _, said in logged())
+        assert warned == (others == "MambaManager")
         for _ in range(2):
             assert_equal_densely(llm, prompts, expected)
             assert_pool_whole(llm)

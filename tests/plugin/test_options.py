@@ -993,11 +993,18 @@ def test_what_requests_hold_is_in_int8_on_cpu(model_of, options, expected):
     config = h2o_config(vllm_config)
     assert config.resident_dtype == expected
     assert (config.slots_per_token > 1.5) == (expected == "int8")
-    # Processes that get the config decide nothing anew.
+    # Processes that get the config decide nothing anew; another engine does.
     assert h2o_config(copy.deepcopy(vllm_config)) == config
-    assert args.additional_config is None or "h2o_resident_dtype" not in (
-        args.additional_config
+    of_it = dict(vllm_config.additional_config, h2o={"merge": "value"})
+    args = EngineArgs(
+        dtype="bfloat16",
+        scheduler_cls="vllm_h2o.core.scheduler.H2OScheduler",
+        worker_cls="vllm_h2o.plugin.cpu_worker.H2OCPUWorker",
+        additional_config=of_it,
+        **model,
     )
+    other = h2o_config(args.create_engine_config())
+    assert (other.resident_dtype, other.resident_why) == ("model", "as values merge")
 
 
 def test_kernels_without_int8_hold_what_the_model_has(model_of, monkeypatch):

@@ -88,6 +88,13 @@ class H2OScheduler(AsyncScheduler):
                 self._most,
                 longest,
             )
+        if any(isinstance(manager.kv_cache_spec, MambaSpec) for manager in managers):
+            logger.warning_once(
+                "What eviction loses where other layers keep states has not been "
+                "measured. Elsewhere details that were asked for later were lost "
+                "before losses showed it: try questions of your own, and a larger "
+                "budget (--h2o-budget)"
+            )
 
     def _kept_requests(self) -> KeptRequests | None:
         """Where what requests have held is kept; None: it is not.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CONFIG_KEY = "h2o"
 _LONGEST_KEY = "h2o_max_model_len"
 TRAINED_KEY = "h2o_trained_length"
-_RESIDENT_KEY = "h2o_resident_dtype"
+_RESIDENT_KEY = "h2o_noted_resident_dtype"
 CALIBRATE = "VLLM_H2O_CALIBRATE"
 """Environment variable; at 0 the cache of head profiles is not used, and
 `head_budgets="auto"` takes files only."""
@@ -79,9 +79,11 @@ def h2o_config(vllm_config: VllmConfig) -> H2OConfig | None:
         return None
     if config.moves_keys:
         config = replace(config, trained_length=additional.get(TRAINED_KEY, 0))
-    if config.resident_dtype == AUTO and _RESIDENT_KEY in additional:
-        dtype, why = additional[_RESIDENT_KEY]
-        config = replace(config, resident_dtype=dtype, resident_why=why)
+    if config.resident_dtype == AUTO:
+        settings, *noted = additional.get(_RESIDENT_KEY, (None,))
+        if settings == additional[CONFIG_KEY]:  # Else it is another engine's.
+            dtype, why = noted
+            config = replace(config, resident_dtype=dtype, resident_why=why)
     if config.quantizes:
         held = slots_per_token(config, *_shape(vllm_config))
         held = min(max(held, 1.0), MOST_SLOTS_PER_TOKEN)
@@ -136,8 +138,9 @@ def note_resident_dtype(vllm_config: VllmConfig, can_round: bool) -> None:
     assert config is not None and isinstance(additional, dict)
     if config.resident_dtype == AUTO:
         device = vllm_config.device_config.device_type
+        chosen = resident_dtype_of(config, device, can_round)
         # Not in place: see `note_longest`.
-        noted = {_RESIDENT_KEY: resident_dtype_of(config, device, can_round)}
+        noted = {_RESIDENT_KEY: (additional[CONFIG_KEY], *chosen)}
         vllm_config.additional_config = {**additional, **noted}
 
 

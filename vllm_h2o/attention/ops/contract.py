@@ -70,7 +70,9 @@ class Kernels(Protocol):
                 values (`policy.quantization`), also of the new token.
             rows: Which pages and positions.
             params: The layer's constants.
-            output: `[num_rows, num_heads, head_size]`, written.
+            output: `[num_rows, num_heads, head_size]`, written; of a row of position
+                -1 zeros, unless the rows stay dense: see `ResidentRows`. Their pages
+                have no state.
 
         Raises:
             ValueError: A dtype or head size that no kernel has.
