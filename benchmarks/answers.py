@@ -142,7 +142,7 @@ def number_of(answer: str) -> float | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Let each system answer, print a table for each set."""
+    """Let each system answer, print a line for each."""
     args = parse_args(argv)
     results = []
     for system, budget in [

@@ -55,10 +55,10 @@ def test_what_the_model_writes_is_run(tmp_path, monkeypatch):
 
 
 def test_programs_have_limits(monkeypatch):
-    monkeypatch.setattr(answers, "_SECONDS", 1)
-    assert not answers.runs("while True: pass")
     assert not answers.runs("x = bytearray(2**31)")
     assert answers.runs("print(1)") and not answers.runs("raise ValueError")
+    monkeypatch.setattr(answers, "_SECONDS", 1)
+    assert not answers.runs("while True: pass")
 
 
 def test_gsm8k_needs_its_file(capsys):

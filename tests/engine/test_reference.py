@@ -135,7 +135,7 @@ def test_budgets_by_head_equal_reference(block):
     profile, page = HeadProfile.load(SMOLLM2_HEADS), min(block, 64)
     common = Sizes(heavy=BUDGET // 2, recent=BUDGET // 2, block=page)
     variant = Variant(64, 15, "mean", "token")
-    prompts = prompts_of(230, 300, 700)
+    prompts = prompts_of(230, 310, 700)
     own = [
         sizes_of_heads(profile, BUDGET, page, 2048, len(prompt), NUM_TOKENS)
         for prompt in prompts

@@ -281,16 +281,15 @@ class H2OMetadataBuilder(_Stock):
             async_tensor_h2d(plan.grown_at, out=rows.grown_at[: len(placements)])
         table = common.block_table_tensor[:num_rows]
         resident = self.resident_pages(table, self.layout.budget)
-        # No query has scored what is in dense blocks.
-        stay = rows.positions < rows.first_queries
-        if not plan.stay_dense.any():
-            rows.block_table.copy_(resident)
-        elif self._dense_tensors is None:
-            dense = table[:, : resident.shape[1]]
-            torch.where(stay[:, None], dense, resident, out=rows.block_table)
-        else:
-            rows.block_table.copy_(resident)
-            rows.positions.masked_fill_(stay, -1)
+        rows.block_table.copy_(resident)
+        if plan.stay_dense.any():
+            # No query has scored what is in dense blocks.
+            stay = rows.positions < rows.first_queries
+            if self._dense_tensors is None:
+                dense = table[:, : resident.shape[1]]
+                torch.where(stay[:, None], dense, resident, out=rows.block_table)
+            else:
+                rows.positions.masked_fill_(stay, -1)
         return rows
 
     def resident_pages(self, table: torch.Tensor, num_slots: int) -> torch.Tensor:
