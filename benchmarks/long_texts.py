@@ -25,7 +25,7 @@ from benchmarks.process import run_in_process
 from benchmarks.report import write_json
 from benchmarks.smollm2 import ensure_model
 from benchmarks.workloads import SOTU, prompt_source
-from vllm_h2o.policy.config import CACHE, TEXT
+from vllm_h2o.policy.options import CACHE, TEXT
 
 _STRIDE = 45000
 """Tokens from the end of a text to that of the next."""

@@ -23,8 +23,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_h2o.calibration.loaded_model import FEWEST_TOKENS
 from vllm_h2o.calibration.texts import MOST_TOKENS
 from vllm_h2o.files import check_output, text_of, write_output
-from vllm_h2o.policy.config import UNIFORM
-from vllm_h2o.policy.options import shown
+from vllm_h2o.policy.options import UNIFORM, shown
 from vllm_h2o.policy.presets import OPTION_NAMES
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 

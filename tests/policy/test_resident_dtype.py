@@ -17,9 +17,15 @@ from vllm_h2o.policy.resident_dtype import resident_dtype_of
         ({"read": "20%"}, "cpu", True, "int8", "more tokens"),
         ({}, "cuda", True, "model", "not known to pay on cuda"),
         ({}, "cpu", False, "model", "kernels have no int8"),
-        ({"merge": "value"}, "cpu", True, "model", "values merge"),
-        ({"eviction_unit": "block"}, "cpu", True, "model", "whole blocks"),
-        ({"positions": "cache", "prefill_chunk": 64}, "cpu", True, "model", "keys"),
+        ({"merge": "value"}, "cpu", True, "model", "h2o_merge='value'"),
+        ({"eviction_unit": "block"}, "cpu", True, "model", "eviction_unit"),
+        (
+            {"positions": "cache", "prefill_chunk": 64},
+            "cpu",
+            True,
+            "model",
+            "positions",
+        ),
     ],
 )
 def test_int8_where_it_pays_and_nothing_is_in_its_way(

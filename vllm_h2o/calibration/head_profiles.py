@@ -35,15 +35,15 @@ from vllm_h2o.core.settings import (
     most_seconds,
     uses_profile_cache,
 )
-from vllm_h2o.policy.config import (
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.options import (
     ATTENTION,
     AUTO,
     MEASURE,
     REQUEST,
     UNIFORM,
-    H2OConfig,
+    shortened,
 )
-from vllm_h2o.policy.options import shortened
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from vllm_h2o.calibration.progress import Arrays, Progress
 from vllm_h2o.calibration.ranks import of_all_ranks, of_first_rank, own_kv_heads
 from vllm_h2o.calibration.sensitivity import grid_of
 from vllm_h2o.calibration.trying import trials_of
-from vllm_h2o.policy.config import ATTENTION, GATE
 from vllm_h2o.policy.gate import num_features
+from vllm_h2o.policy.options import ATTENTION, GATE
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 logger = init_logger(f"vllm.{__name__}")

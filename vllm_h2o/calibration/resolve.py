@@ -33,16 +33,9 @@ from vllm_h2o.calibration.loaded_model import (
 from vllm_h2o.calibration.ranks import of_first_rank, own_kv_heads
 from vllm_h2o.core.settings import h2o_config, layout_of, longest_request
 from vllm_h2o.core.spec import H2OAttentionSpec
-from vllm_h2o.policy.config import (
-    ATTENTION,
-    AUTO,
-    CACHE,
-    GATE,
-    MEASURE,
-    TEXT,
-    H2OConfig,
-)
+from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.gate import num_features
+from vllm_h2o.policy.options import ATTENTION, AUTO, CACHE, GATE, MEASURE, TEXT
 from vllm_h2o.policy.profile import HeadProfile
 from vllm_h2o.policy.request import RequestLimits
 from vllm_h2o.policy.rotation import Rotation

@@ -22,9 +22,9 @@ from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.policy.chunks import chunk_tokens
-from vllm_h2o.policy.config import END, INT8, NONE, PROMPT
 from vllm_h2o.policy.ladder import Climb
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.options import END, INT8, NONE, PROMPT
 from vllm_h2o.policy.presets import FULL
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_h2o.policy.config import AUTO, MOST_SLOTS_PER_TOKEN, H2OConfig
+from vllm_h2o.policy.config import MOST_SLOTS_PER_TOKEN, H2OConfig
 from vllm_h2o.policy.geometry import ResidentBlock, slots_per_token
 from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.options import shown
+from vllm_h2o.policy.options import AUTO, shown
 from vllm_h2o.policy.presets import FULL, POLICY_NAMES, resolve_config
 from vllm_h2o.policy.resident_dtype import resident_dtype_of
 

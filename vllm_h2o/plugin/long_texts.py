@@ -13,8 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_h2o.core.settings import CONFIG_KEY, TRAINED_KEY, parse_settings
-from vllm_h2o.policy.config import CACHE, TEXT
-from vllm_h2o.policy.options import bad, shown
+from vllm_h2o.policy.options import CACHE, TEXT, bad, shown
 from vllm_h2o.policy.rotation import has_rotation
 
 _LENGTH = "max_position_embeddings"

@@ -21,8 +21,8 @@ from vllm_h2o.attention.transition import Transitions
 from vllm_h2o.calibration.head_profiles import check_profile
 from vllm_h2o.calibration.ranks import own_kv_heads
 from vllm_h2o.calibration.resolve import Resolved
-from vllm_h2o.policy.config import REQUEST
 from vllm_h2o.policy.ladder import Ladder, lengths_of
+from vllm_h2o.policy.options import REQUEST
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

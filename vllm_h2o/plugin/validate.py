@@ -25,9 +25,14 @@ from vllm_h2o.plugin.engine_args import (
     check_version,
     needed_worker_cls,
 )
-from vllm_h2o.policy.config import INT8, MEASURE, MODEL, NONE, REQUEST, TEXT, UNIFORM
-from vllm_h2o.policy.methods import fused_form_of, fused_prompt_form_of
-from vllm_h2o.policy.options import shown
+from vllm_h2o.policy import rules
+from vllm_h2o.policy.options import (
+    MEASURE,
+    NONE,
+    REQUEST,
+    TEXT,
+    shown,
+)
 from vllm_h2o.policy.profile import HeadProfile
 from vllm_h2o.policy.reach import Reach
 
@@ -266,50 +271,11 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
         kernels: The platform's.
         platform: Where they run, or what chose them.
     """
-    from vllm_h2o.attention.ops import Capability
-
-    reference = (
+    lacking = (
         f"has no kernel on {platform}: set VLLM_H2O_KERNELS=reference, which runs all "
         "in plain torch, slowly and on CPU only"
     )
-    if Capability.TORCH in kernels.CAPABILITIES:
-        return
-    own_prompts = fused_prompt_form_of(config.method) is None
-    capabilities = kernels.CAPABILITIES
-    if fused_form_of(config.method) not in kernels.FORMS or (
-        own_prompts and Capability.PROMPT not in capabilities
-    ):
-        raise ValueError(
-            f"h2o_score={config.score!r} (--h2o-score) {reference}, or use one of "
-            f"{', '.join(sorted(kernels.FORMS))}"
-        )
-    if config.head_budgets == REQUEST and Capability.REQUEST not in capabilities:
-        raise ValueError(
-            f"h2o_head_budgets={REQUEST!r} (--h2o-head-budgets) {reference}, or use "
-            f"{UNIFORM!r}"
-        )
-    if config.quantizes and Capability.INT8 not in capabilities:
-        raise ValueError(
-            f"h2o_resident_dtype={INT8!r} (--h2o-resident-dtype) {reference}, or use "
-            f"{MODEL!r}"
-        )
-    if config.prefill_chunk and Capability.CHUNKS not in capabilities:
-        raise ValueError(
-            f"h2o_prefill_chunk={config.prefill_chunk} (--h2o-prefill-chunk) "
-            f"{reference}, or use 0"
-        )
-    if config.keeps and Capability.CHUNKS not in capabilities:
-        raise ValueError(
-            f"h2o_keep={config.keep!r} (--h2o-keep) {reference}, or use {NONE!r}"
-        )
-    asked = [("read", "100%")] * config.reads_part + [("merge", "none")] * config.merges
-    for option, off in asked:
-        if Capability(option) not in capabilities or len(asked) > 1:
-            beside = " beside h2o_merge (--h2o-merge)" if len(asked) > 1 else ""
-            raise ValueError(
-                f"h2o_{option}={getattr(config, option)!r} (--h2o-{option}){beside} "
-                f"{reference}, or use {off!r}"
-            )
+    rules.check_kernels(config, kernels.FORMS, kernels.CAPABILITIES, lacking)
 
 
 def check_cuda_options(vllm_config: VllmConfig) -> None:

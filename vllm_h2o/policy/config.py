@@ -6,9 +6,21 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from vllm_h2o.policy.methods import METHODS, Method, splits, summaries
+from vllm_h2o.policy.methods import METHODS, Method, summaries
 from vllm_h2o.policy.options import (
+    ATTENTION,
+    AUTO,
+    BLOCK,
+    CACHE,
+    GATE,
+    INT8,
+    KEEPS,
+    MODEL,
     MOST_TOKENS,
+    NONE,
+    READ_ALL,
+    TEXT,
+    TOKEN,
     bad,
     check_choice,
     check_int,
@@ -18,11 +30,8 @@ from vllm_h2o.policy.options import (
     parse_read,
     parse_window,
     share_of,
-    shown,
 )
-
-UNIFORM, AUTO, MEASURE, REQUEST = "uniform", "auto", "measure", "request"
-"""`head_budgets` values that are no file."""
+from vllm_h2o.policy.rules import broken_need, check_needs
 
 MOST_SLOTS_PER_TOKEN = 2.0
 """A share of the memory is at most so many times as much of the tokens: of float32 int8
@@ -33,15 +42,10 @@ request that can hold all of its tokens is not compressed, so that it takes as m
 memory as without H2O."""
 MOST_POOLING = 1023
 """`pooling`: wider spans are of no use, and cost time at each prompt's end."""
-_UNITS = ("token", "block")
-_MERGES = ("none", "value")
-ATTENTION, GATE = "attention", "gate"
-MODEL, INT8 = "model", "int8"
+_UNITS = (TOKEN, BLOCK)
+_MERGES = (NONE, "value")
 _PROMPT_SCORES = (AUTO, ATTENTION, GATE)
 _RESIDENT_DTYPES = (AUTO, MODEL, INT8)
-NONE, END, PROMPT = "none", "end", "prompt"
-KEEPS = (NONE, END, PROMPT)
-TEXT, CACHE = "text", "cache"
 _POSITIONS = (TEXT, CACHE)
 
 
@@ -183,13 +187,13 @@ class H2OConfig:
         1.0, "Of the score cake: 1 over the power of a layer's variance.", float
     )
     read: str = option(
-        "100%",
+        READ_ALL,
         "Share of the pages of the heavy set that a generated token's query reads: "
         "those whose keys may suit it best, in per cent.",
         parse_read,
     )
     merge: str = option(
-        "none",
+        NONE,
         "What becomes of a token that is dropped: nothing, or its value goes into that "
         "of the kept token with the most similar key.",
         choices=_MERGES,
@@ -201,7 +205,7 @@ class H2OConfig:
         choices=_RESIDENT_DTYPES,
     )
     eviction_unit: str = option(
-        "token", "Whether tokens or whole blocks compete.", choices=_UNITS
+        TOKEN, "Whether tokens or whole blocks compete.", choices=_UNITS
     )
     head_budgets: str = option(
         AUTO,
@@ -246,55 +250,7 @@ class H2OConfig:
                 "profile"
             )
             raise bad("head_budgets", self.head_budgets, fix)
-        if self.eviction_unit == "block" and self.head_budgets not in (UNIFORM, AUTO):
-            raise ValueError(
-                f"h2o_head_budgets={shown(self.head_budgets)} needs "
-                "h2o_eviction_unit='token': with 'block' use h2o_head_budgets='uniform'"
-            )
-        if self.head_budgets == REQUEST and not splits(self.method):
-            able = ", ".join(name for name, cls in METHODS.items() if splits(cls()))
-            raise ValueError(
-                f"h2o_head_budgets={REQUEST!r} needs an h2o_score that splits a "
-                f"request's budget, which {shown(self.score)} does not: use "
-                f"one of {able}, or h2o_head_budgets={AUTO!r}"
-            )
-        if self.gated and (why := self._why_not_gated()):
-            raise ValueError(f"h2o_prompt_score={GATE!r} needs {why}, or {ATTENTION!r}")
-        if self.head_budgets == REQUEST and not self.keeps_heavy_set:
-            raise ValueError(
-                f"h2o_head_budgets={REQUEST!r} needs a heavy set, but "
-                "h2o_recent_ratio=1.0 leaves none: use h2o_head_budgets='uniform' or a "
-                "smaller h2o_recent_ratio"
-            )
-        if self.eviction_unit == "block" and self.merges:
-            raise ValueError(
-                f"h2o_merge={shown(self.merge)} needs h2o_eviction_unit='token': with "
-                "'block' use h2o_merge='none'"
-            )
-        if self.quantizes and (why := self._why_not_quantized()):
-            raise ValueError(
-                f"h2o_resident_dtype={INT8!r} (--h2o-resident-dtype) needs {why}, or "
-                f"{MODEL!r}"
-            )
-        if self.prefill_chunk and (why := self._why_not_in_chunks()):
-            raise ValueError(
-                f"h2o_prefill_chunk={self.prefill_chunk} (--h2o-prefill-chunk) needs "
-                f"{why}, or 0"
-            )
-        if self.keeps and (why := self._why_not_kept()):
-            raise ValueError(
-                f"h2o_keep={self.keep!r} (--h2o-keep) needs {why}, or {NONE!r}"
-            )
-        if self.moves_keys and (why := self._why_not_moved()):
-            raise ValueError(
-                f"h2o_positions={CACHE!r} (--h2o-positions) needs {why}, or {TEXT!r}"
-            )
-        if self.recent_ratio == 1.0 and self.eviction_unit == "block":
-            raise ValueError(
-                "h2o_eviction_unit='block' needs a heavy set, but "
-                "h2o_recent_ratio=1.0 leaves none: use h2o_eviction_unit='token' "
-                "or a smaller h2o_recent_ratio"
-            )
+        check_needs(self)
 
     @property
     def method(self) -> Method:
@@ -316,53 +272,12 @@ class H2OConfig:
     @property
     def may_be_gated(self) -> bool:
         """Whether nothing else that is asked for is in the gate's way."""
-        return not self._why_not_gated()
-
-    def _why_not_gated(self) -> str:
-        """What the gate needs, what is there instead, and the way out; or nothing."""
-        if (self.score, self.score_decay) != ("mean", 1.0):
-            return (
-                "h2o_score='mean' and h2o_score_decay=1.0, not "
-                f"{shown(self.score)} and {self.score_decay}: use these"
-            )
-        if self.head_budgets in (UNIFORM, REQUEST):
-            return (
-                "a head profile, which has the gate: use h2o_head_budgets='auto', not "
-                f"{shown(self.head_budgets)}"
-            )
-        if not self.may_differ_by_head:
-            return (
-                "h2o_eviction_unit='token' and h2o_recent_ratio below 1, not "
-                f"{shown(self.eviction_unit)} and {self.recent_ratio}: use these"
-            )
-        return ""
+        return broken_need(self, prompt_score=GATE) is None
 
     @property
     def quantizes(self) -> bool:
         """Whether what compressed requests hold is rounded to int8."""
         return self.resident_dtype == INT8
-
-    def _why_not_quantized(self) -> str:
-        """What int8 needs in place of what is there; or nothing."""
-        if self.merges:
-            # Rounded anew with each token that goes into it, a value would drift.
-            return f"h2o_merge='none', not {shown(self.merge)}: use this"
-        if self.eviction_unit == "block":
-            unit = shown(self.eviction_unit)
-            return f"h2o_eviction_unit='token', not {unit}: use this"
-        return ""
-
-    def _why_not_in_chunks(self) -> str:
-        """What reading in chunks needs in place of what is there; or nothing."""
-        needed = {
-            "eviction_unit": ("token", self.eviction_unit),
-            "merge": ("none", self.merge),
-            "read": ("100%", self.read),
-        }
-        for option_, (value, given) in needed.items():
-            if given != value:
-                return f"h2o_{option_}={value!r}, not {shown(given)}: use this"
-        return ""
 
     @property
     def keeps(self) -> bool:
@@ -374,29 +289,11 @@ class H2OConfig:
         """Whether tokens may be read beside what is held of those before them."""
         return self.prefill_chunk > 0 or self.keeps
 
-    def _why_not_kept(self) -> str:
-        """What going on from what is kept needs in place of what is there."""
-        if self.head_budgets == REQUEST:
-            return f"h2o_head_budgets={AUTO!r}, not {REQUEST!r}: use this"
-        return self._why_not_in_chunks()
-
     @property
     def moves_keys(self) -> bool:
         """Whether keys move up, so that texts may be longer than what the model was
         trained for."""
         return self.positions == CACHE
-
-    def _why_not_moved(self) -> str:
-        """What moving keys needs in place of what is there; or nothing."""
-        if not self.prefill_chunk:
-            return (
-                "h2o_prefill_chunk, as a prompt that is read whole must be no longer "
-                "than what the model was trained for: use h2o_prefill_chunk=1024, say"
-            )
-        if self.quantizes:
-            # Rounded anew each time that they move, keys would drift.
-            return f"h2o_resident_dtype={MODEL!r}, not {INT8!r}: use this"
-        return ""
 
     @property
     def reads_part(self) -> bool:
@@ -406,7 +303,7 @@ class H2OConfig:
     @property
     def merges(self) -> bool:
         """Whether what is dropped goes into what is kept."""
-        return self.merge != "none"
+        return self.merge != NONE
 
     @property
     def keeps_heavy_set(self) -> bool:
@@ -416,7 +313,7 @@ class H2OConfig:
     @property
     def may_differ_by_head(self) -> bool:
         """Whether heads may have budgets of their own: tokens compete by score."""
-        return self.keeps_heavy_set and self.eviction_unit == "token"
+        return self.keeps_heavy_set and self.eviction_unit == TOKEN
 
     @property
     def share(self) -> float | None:

@@ -14,6 +14,16 @@ MOST_SHOWN = 100
 """Characters of a value that a message shows."""
 ALL_QUERIES = "all"
 """`observation_window` value: every prompt query scores (the H2O paper)."""
+READ_ALL = "100%"
+"""`read` value: queries read all pages."""
+UNIFORM, AUTO, MEASURE, REQUEST = "uniform", "auto", "measure", "request"
+"""`head_budgets` values that are no file; `AUTO` is one of other options too."""
+ATTENTION, GATE = "attention", "gate"
+MODEL, INT8 = "model", "int8"
+TOKEN, BLOCK = "token", "block"
+NONE, END, PROMPT = "none", "end", "prompt"
+KEEPS = (NONE, END, PROMPT)
+TEXT, CACHE = "text", "cache"
 
 
 def parse_budget(value: int | str) -> int | str:
@@ -114,8 +124,14 @@ def shortened(text: Any, most: int = 300) -> str:
 
 def bad(option: str, value: Any, fix: str, prefix: str = "h2o_") -> ValueError:
     """An error that names an option, both spellings, its value and what to do."""
-    flag = "--" + (prefix + option).replace("_", "-")
-    return ValueError(f"{prefix}{option} ({flag}) is {shown(value)}: {fix}")
+    return ValueError(
+        f"{prefix}{option} ({flag(option, prefix)}) is {shown(value)}: {fix}"
+    )
+
+
+def flag(option: str, prefix: str = "h2o_") -> str:
+    """An option as the command line has it."""
+    return "--" + (prefix + option).replace("_", "-")
 
 
 def check_number(option: str, value: Any, low: float, high: float) -> None:

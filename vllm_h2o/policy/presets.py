@@ -7,23 +7,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm_h2o.policy.config import (
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.options import (
+    ALL_QUERIES,
     ATTENTION,
     AUTO,
     GATE,
     MODEL,
     REQUEST,
     UNIFORM,
-    H2OConfig,
+    bad,
+    check_choice,
+    shown,
 )
-from vllm_h2o.policy.methods import METHODS
-from vllm_h2o.policy.options import ALL_QUERIES, bad, check_choice, shown
+from vllm_h2o.policy.rules import check_effects
 
-_OF_HEAVY_SET = (
-    "observation_window", "pooling", "prompt_score", "score", "score_decay",
-    "cake_gamma", "read",
-)  # fmt: skip
-_OF_SPLIT = ("cake_t1", "cake_t2")
 _OF_ATTENTION = ("observation_window", "pooling")
 _SUMS = H2OConfig(
     recent_ratio=0.5,
@@ -98,11 +96,6 @@ OPTION_NAMES = tuple(
 )
 
 
-def _of_methods() -> set[str]:
-    """Options that only some methods have."""
-    return {f.name for cls in METHODS.values() for f in dataclasses.fields(cls)}
-
-
 def resolve_config(
     policy: str | None, enable_h2o: bool | None, options: Mapping[str, Any]
 ) -> H2OConfig | None:
@@ -154,34 +147,8 @@ def resolve_config(
             )
         return None
     config = replace(PRESETS[name], **options)
-    steered = [name for name in _OF_ATTENTION if name in options]
+    steered = any(option in options for option in _OF_ATTENTION)
     if config.prompt_score == AUTO and (steered or not config.may_be_gated):
         config = replace(config, prompt_score=ATTENTION)
-    if steered and config.gated:
-        raise ValueError(
-            f"h2o_{steered[0]}={shown(options[steered[0]])} has no effect with "
-            f"h2o_prompt_score={GATE!r}: drop it, or use {ATTENTION!r}"
-        )
-    for field in dataclasses.fields(H2OConfig):
-        given = getattr(config, field.name)
-        lacks = field.name in _of_methods() and not hasattr(config.method, field.name)
-        if lacks and (field.name in options or given != field.default):
-            raise ValueError(
-                f"h2o_{field.name}={shown(given)} of {name} is no option of "
-                f"h2o_score={shown(config.score)} (--h2o-score): drop one of them"
-            )
-    idle = [name for name in _OF_SPLIT if name in options]
-    if idle and config.head_budgets != REQUEST:
-        raise ValueError(
-            f"h2o_{idle[0]}={shown(options[idle[0]])} has no effect with "
-            f"h2o_head_budgets={shown(config.head_budgets)}: drop it, or use "
-            f"{REQUEST!r}"
-        )
-    idle = [name for name in _OF_HEAVY_SET if name in options]
-    if idle and not config.keeps_heavy_set:
-        raise ValueError(
-            f"h2o_{idle[0]}={shown(options[idle[0]])} has no effect with "
-            "recent_ratio=1.0, which leaves no slots to win by score: drop it, or use "
-            "a smaller h2o_recent_ratio (--h2o-recent-ratio)"
-        )
+    check_effects(config, options)
     return config

@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_h2o.policy.chunks import chunk_tokens
-from vllm_h2o.policy.config import CACHE, H2OConfig
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.options import CACHE
 from vllm_h2o.policy.rotation import Rotation, rotated
 
 _GOLDEN = (5**0.5 - 1) / 2

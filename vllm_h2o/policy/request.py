@@ -8,19 +8,17 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from vllm_h2o.policy.config import (
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.ladder import Climb, Ladder, length_class
+from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.options import (
     ATTENTION,
     CACHE,
     END,
     KEEPS,
+    MOST_TOKENS,
     NONE,
     PROMPT,
-    H2OConfig,
-)
-from vllm_h2o.policy.ladder import Climb, Ladder, length_class
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.options import (
-    MOST_TOKENS,
     parse_budget,
     parse_window,
     share_of,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from vllm_h2o.policy.config import INT8, MODEL, H2OConfig
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.options import INT8, MODEL, shown
+from vllm_h2o.policy.rules import broken_need
 
 INT8_PAYS_ON = ("cpu",)
 """Devices, as torch names their kinds, on which attention over int8 has been seen to
@@ -19,14 +21,13 @@ def resident_dtype_of(
         device: Torch's name of its kind.
         can_round: Whether the kernels in force have int8.
     """
-    in_the_way = {
-        "values merge": config.merges,
-        "whole blocks compete": config.eviction_unit == "block",
-        "keys move": config.moves_keys,
-        "the kernels have no int8": not can_round,
-        f"int8 is not known to pay on {device}": device not in INT8_PAYS_ON,
-    }
-    for why, holds in in_the_way.items():
-        if holds:
-            return MODEL, f"as {why}"
+    need = broken_need(config, resident_dtype=INT8)
+    if need is not None:
+        other = need.other if need.option == "resident_dtype" else need.option
+        given = shown(getattr(config, other))
+        return MODEL, f"as int8 does not go with h2o_{other}={given}"
+    if not can_round:
+        return MODEL, "as the kernels have no int8"
+    if device not in INT8_PAYS_ON:
+        return MODEL, f"as int8 is not known to pay on {device}"
     return INT8, "which holds more tokens in the same memory"

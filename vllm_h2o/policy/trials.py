@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vllm_h2o.policy.config import ATTENTION, GATE
+from vllm_h2o.policy.options import ATTENTION, GATE
 
 SHARES = (0.05, 0.1, 0.2, 0.35, 0.5)
 """Budgets that are tried, as shares of the context."""

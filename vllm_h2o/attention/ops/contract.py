@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Protocol
 
 import torch
@@ -17,25 +16,7 @@ from vllm_h2o.attention.ops.types import (
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import State
-
-
-class Capability(Enum):
-    """What kernels may have beside the operations themselves."""
-
-    READ = "read"
-    """Queries that read some pages only (`H2OConfig.read`)."""
-    MERGE = "merge"
-    """Values of dropped tokens that go into kept ones (`H2OConfig.merge`)."""
-    INT8 = "int8"
-    """Keys and values of resident pages in int8 (`H2OConfig.resident_dtype`)."""
-    PROMPT = "prompt"
-    """Methods with rules of their own for prompts, which torch runs."""
-    REQUEST = "request"
-    """Head budgets that each request shares out (`H2OConfig.head_budgets`)."""
-    CHUNKS = "chunks"
-    """Prompts that are read in chunks (`H2OConfig.prefill_chunk`)."""
-    TORCH = "torch"
-    """Every method by its own torch code, whatever its form; all of this at once."""
+from vllm_h2o.policy.rules import Capability
 
 
 class Kernels(Protocol):

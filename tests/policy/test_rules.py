@@ -1,0 +1,108 @@
+"""Options that need each other or idle: each rule by what breaks it, and by its fix."""
+
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_h2o.option_table import lines
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import METHODS
+from vllm_h2o.policy.options import flag
+from vllm_h2o.policy.presets import PRESETS, resolve_config
+from vllm_h2o.policy.rules import IDLE, NEEDS, broken_need
+
+SAMPLES = {
+    "recent_ratio": (0.0, 0.3, 1.0),
+    "observation_window": (16, "all"),
+    "pooling": (1, 7),
+    "prompt_score": ("auto", "attention", "gate"),
+    "score": tuple(METHODS),
+    "score_decay": (1.0, 0.5),
+    "cake_gamma": (5.0,),
+    "cake_t1": (2.0,),
+    "cake_t2": (2.0,),
+    "read": ("100%", "20%"),
+    "merge": ("none", "value"),
+    "resident_dtype": ("auto", "model", "int8"),
+    "prefill_chunk": (0, 512),
+    "keep": ("none", "end", "prompt"),
+    "positions": ("text", "cache"),
+    "eviction_unit": ("token", "block"),
+    "head_budgets": ("uniform", "auto", "measure", "request", "heads.json"),
+}
+OPTIONS_PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+
+
+def _changed(config, options):
+    """What is to become a config, which a broken one can not."""
+    return SimpleNamespace(**asdict(config) | options, method=None)
+
+
+def _breaking(need):
+    """Options of a preset that break this need and none before it."""
+    values = product(SAMPLES[need.option], SAMPLES[need.other])
+    configs = [*PRESETS.values(), H2OConfig(prefill_chunk=512)]
+    for (option, other), config in product(values, configs):
+        options = {need.option: option, need.other: other}
+        if broken_need(_changed(config, options)) is need:
+            yield config, options
+
+
+@pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.option}-{need.other}")
+def test_what_is_needed_is_named_and_mends(need):
+    found = [*_breaking(need)]
+    assert found, "no sample breaks it"
+    for config, options in found:
+        with pytest.raises(ValueError) as error:
+            replace(config, **options)
+        said = str(error.value)
+        for option in (need.option, need.other):
+            assert f"h2o_{option}" in said and flag(option) in said
+            assert repr(options[option]) in said
+        assert f"or h2o_{need.option}={need.off!r}" in said
+        fixes = [{need.option: need.off}]
+        fixes += [{need.other: value} for value in need.allowed.like]
+        for fix in fixes:
+            value = next(iter(fix.values()))
+            assert repr(value) in said
+            assert broken_need(_changed(config, options | fix)) is not need
+
+
+def test_a_config_that_breaks_no_need_is_one():
+    """Each pair of values is either a config or named as a broken need."""
+    pairs = product(SAMPLES.items(), repeat=2)
+    for (one, ones), (two, twos) in pairs:
+        for first, second in product(ones, twos):
+            options = {one: first, two: second}
+            if broken_need(_changed(H2OConfig(), options)) is None:
+                H2OConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "idle, option",
+    [(idle, option) for idle in IDLE for option in idle.options],
+    ids=lambda x: x if isinstance(x, str) else f"{x.other}",
+)
+def test_what_has_no_effect_is_named(idle, option):
+    """Beside the value that leaves it idle; with another it has one."""
+    by_profile = {"head_budgets": "auto"}
+    for name, value, more in product(PRESETS, SAMPLES[option], ({}, by_profile)):
+        for beside in SAMPLES[idle.other]:
+            if idle.when.hold(beside):
+                options = more | {option: value, idle.other: beside}
+                with pytest.raises(ValueError) as error:
+                    resolve_config(name, None, options)
+                said = str(error.value)
+                if f"{flag(option)}) has no effect with h2o_{idle.other}=" in said:
+                    assert f"h2o_{option}={value!r}" in said
+                    assert f"h2o_{idle.other}={beside!r} ({flag(idle.other)})" in said
+                    return
+    assert idle.other == "score" and option == "score_decay", "every method has it"
+
+
+def test_the_table_of_the_docs_is_the_rules():
+    page = OPTIONS_PAGE.read_text()
+    assert "\n".join(lines()) in page, "python -m vllm_h2o.option_table"
