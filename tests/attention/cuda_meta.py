@@ -14,9 +14,9 @@ from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention.cuda_backend import H2OTritonAttentionBuilder
 from vllm_h2o.attention.step import StepRows
-from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.life import RowPlan
 
 DEVICE = torch.device("meta")
 DECODES = {"a": RowPlan(40, 1, 33, 0, 64), "b": RowPlan(200, 1, 64, 0, 64)}

@@ -14,7 +14,7 @@ from tests.attention.cuda_meta import (
     plan_of,
 )
 from vllm_h2o.attention.metadata import H2OMetadata
-from vllm_h2o.core.plan import RowPlan
+from vllm_h2o.policy.life import RowPlan
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from vllm_h2o.attention.placements import BY_HEAD, GroupPlacements
 from vllm_h2o.attention.rows import select_rows
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.transition import ObservedPrompt
-from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.life import RowPlan
 
 WINDOW, BUDGET = 20, 64
 ROWS = {

@@ -31,9 +31,9 @@ from vllm_h2o.attention.placements import (
 )
 from vllm_h2o.attention.reading_on import read_on
 from vllm_h2o.attention.transition import observe_prompt
-from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.life import RowPlan
 from vllm_h2o.policy.methods import Sum
 from vllm_h2o.policy.placement import Placement, layouts_of, lend_by_budget
 from vllm_h2o.policy.reach import MovingKeys, Reach

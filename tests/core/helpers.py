@@ -28,12 +28,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.models import SMOLLM2
-from vllm_h2o.core.manager import H2OManager, check_integrity
-from vllm_h2o.core.plan import NUM_COUNTS, ResidencyPlan, RowPlan
+from vllm_h2o.core.integrity import check_integrity
+from vllm_h2o.core.manager import H2OManager
+from vllm_h2o.core.plan import NUM_COUNTS, ResidencyPlan
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import CONFIG_KEY, h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.gate import NUM_QUERIES
+from vllm_h2o.policy.life import RowPlan
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -357,10 +359,11 @@ class Driver:
 
     def _check_request(self, request: Request) -> None:
         manager, name = self.manager, request.request_id
-        end = manager.prefill_end(name)
+        life = manager.lives[name]
+        end = life.prefill_end
         blocks = manager.req_to_blocks[name]
         computed = request.num_computed_tokens
-        if manager.stays_dense(name):
+        if life.stays_dense:
             most = request.num_prompt_tokens + request.max_tokens
             assert is_full(request) or most <= max(self.budget_of(request), end + 1)
             assert computed <= self.runs_to[name]
@@ -383,8 +386,7 @@ class Driver:
         if manager.is_resident(name):
             resident = blocks[manager.dense_columns :]
             budget = self.budget_of(request)
-            grown = manager.growths([name])
-            held = budget if grown and grown[0][0] else min(computed, budget)
+            held = budget if life.climb.grown_at else min(computed, budget)
             assert len(resident) == -(-held // self.slots)
         # Nothing is published past the prompt, of windowed layers neither.
         for group in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
@@ -430,7 +432,7 @@ class Driver:
                 self._check_growth(name, end, row, self.share_of(request))
             else:
                 assert row.budget == self.budget_of(request)
-            assert row.decodes == (row.num_computed_tokens >= row.prefill_end)
+            assert row.decodes == (row.num_computed_tokens >= row.chunk_end)
             if row.decodes:
                 assert row.num_scheduled_tokens == 1
                 assert row.stays_dense or self.transitions[name] == len(
@@ -439,8 +441,8 @@ class Driver:
             else:
                 self.starts[name].add(row.chunk_start)
                 self._check_chunk(name, row)
-                assert end <= row.prefill_end
-                ends = end == row.prefill_end and not row.stays_dense
+                assert end <= row.chunk_end
+                ends = end == row.chunk_end and not row.stays_dense
                 assert row.is_transition == ends
                 self.transitions[name] += row.is_transition
 
@@ -462,7 +464,7 @@ class Driver:
         most = self.runs_to[request.request_id]
         if is_full(request):
             end = most
-        assert row.prefill_end == end
+        assert row.chunk_end == end
         # Within the budget, or at an end with the first token.
         is_asked_for_later = wishes_of(request).get("keep", "none") != "none"
         if most <= max(row.budget, end + (not is_asked_for_later)):
@@ -503,8 +505,8 @@ class Driver:
             if self.steps[name] < len(self.ladder.budgets) - 1:
                 share = self.share_of(request)
                 end = min(end, self.ladder.serves(self.steps[name], share))
-        assert (row.chunk_start, row.prefill_end) == (start, end)
-        assert row.first_query == self._first_query(request, row.prefill_end)
+        assert (row.chunk_start, row.chunk_end) == (start, end)
+        assert row.first_query == self._first_query(request, row.chunk_end)
         if start > origin:
             assert row.scored_from == self._first_query(request, start)
 

@@ -149,7 +149,7 @@ def test_the_next_turn_of_a_session_is_read_densely_again(in_flight):
             row = output.h2o_plan.rows.get(name)
             restarts += [len(ends)] * output.h2o_plan.restarted.count(name)
             if row and row.is_transition:
-                ends.append(row.prefill_end)
+                ends.append(row.chunk_end)
             while len(driver.in_flight) >= in_flight:
                 driver.process()
             if request.status.name == "WAITING_FOR_STREAMING_REQ":

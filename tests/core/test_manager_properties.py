@@ -334,7 +334,7 @@ def test_a_preempted_full_request_stays_full():
         driver.process()
     driver.preempt_all()
     row = driver.schedule().h2o_plan.rows[name]
-    assert row.stays_dense and row.prefill_end == 140
+    assert row.stays_dense and row.chunk_end == 140
     driver.drain()
     assert len(driver.outputs[name]) == 40
     assert driver.scheduler.h2o_stats.transitions == 0
@@ -491,7 +491,7 @@ def test_a_preempted_request_within_the_budget_stays_whole():
         driver.process()
     driver.preempt_all()
     row = driver.schedule().h2o_plan.rows[name]
-    assert row.prefill_end == 50 and row.stays_dense
+    assert row.chunk_end == 50 and row.stays_dense
     driver.drain()
 
 
@@ -584,7 +584,7 @@ def test_a_chunk_is_at_least_two_budgets():
     for _ in range(3):
         rows.append(driver.schedule().h2o_plan.rows[name])
         driver.process()
-    assert [(row.chunk_start, row.prefill_end) for row in rows] == [
+    assert [(row.chunk_start, row.chunk_end) for row in rows] == [
         (0, 128), (128, 200), (128, 200)
     ]  # fmt: skip
     assert [row.is_transition for row in rows] == [True, True, False]
@@ -625,7 +625,7 @@ def test_the_next_turn_goes_on_from_what_the_last_has_held():
     plan = driver.schedule().h2o_plan
     # The last token of the answer was never computed.
     row = plan.rows[name]
-    assert (row.num_computed_tokens, row.chunk_start, row.prefill_end) == (
+    assert (row.num_computed_tokens, row.chunk_start, row.chunk_end) == (
         119,
         119,
         150,
@@ -651,9 +651,9 @@ def test_a_share_grows_while_the_next_turn_is_read():
     first = driver.schedule().h2o_plan
     assert len(first.copies) == 4
     row, then = first.rows[name], driver.schedule().h2o_plan.rows[name]
-    assert row.num_computed_tokens == row.chunk_start == 119 and row.prefill_end == 160
+    assert row.num_computed_tokens == row.chunk_start == 119 and row.chunk_end == 160
     assert (row.budget, row.grown_at, row.grown_from) == (80, 119, 64)
-    assert (then.num_computed_tokens, then.prefill_end) == (160, 180)
+    assert (then.num_computed_tokens, then.chunk_end) == (160, 180)
     assert (then.budget, then.grown_at, then.grown_from) == (96, 160, 80)
     assert then.grown_before == 119 and row.is_transition and then.is_transition
     driver.drain()
@@ -801,7 +801,7 @@ def test_the_same_once_more_takes_the_place_of_what_is_kept():
     for _ in range(5):
         name = driver.add(list(range(1, 101)), 1, keep="end")
         driver.drain()
-    (entries,) = driver.scheduler._kept._entries.values()
+    (entries,) = driver.scheduler._continuing._snapshots._entries.values()
     assert len(entries) == 1 and entries[0].is_whole
     driver.add([*driver.requests[name].all_token_ids, 5], 2, **{"continue": True})
     assert driver.schedule().h2o_plan.copies
@@ -889,7 +889,7 @@ def test_turns_of_a_session_go_on(case):
         request.sampling_params.prompt_logprobs = 1
     plan = driver.schedule().h2o_plan
     row = plan.rows["chat"]
-    assert row.prefill_end == 119 + 30
+    assert row.chunk_end == 119 + 30
     computed = {"goes on": 119, "stops": 100, "asks for logits": 96}
     assert row.num_computed_tokens == computed[case], "or hits of its prompt"
     assert len(plan.copies) == (0 if reads else 4)

@@ -9,9 +9,10 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.core.helpers import Driver
 from vllm_h2o.core.metrics import StepReport
-from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.life import RowPlan
 
 WHOLE_BLOCKS = SlotLayout(16, 64, 64, sinks=0, whole_blocks=True)
 INCREMENTS = ("transitions", "evicted_tokens", "freed_dense_blocks")

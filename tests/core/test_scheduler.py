@@ -6,6 +6,7 @@ import pytest
 import vllm.logger
 
 from tests.core.helpers import MAX_MODEL_LEN, Driver
+from vllm_h2o.core.summary import summary
 
 
 @pytest.mark.parametrize("budget", [64, MAX_MODEL_LEN])
@@ -29,6 +30,12 @@ def test_a_budget_that_evicts_nothing_is_warned_of(caplog, budget):
 def test_summary_counts_what_a_request_takes(beside, others):
     """Other layers take blocks of the same pool: windows of 40 tokens 3, or parts of 4,
     a state 1, and where it is kept for the prefix cache another."""
-    summary = Driver(64, budget=64, beside=beside).scheduler._summary()
+    scheduler = Driver(64, budget=64, beside=beside).scheduler
+    said = summary(
+        scheduler.vllm_config,
+        scheduler.kv_cache_config,
+        scheduler._spec,
+        scheduler._limits,
+    )
     resident, full = 63 // (4 + others), 63 // (16 + others)
-    assert f"fits {resident} such requests, or {full} full-length ones" in summary
+    assert f"fits {resident} such requests, or {full} full-length ones" in said

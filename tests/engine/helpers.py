@@ -121,7 +121,7 @@ def pool(llm: Any) -> Any:
 
 def check(llm: Any) -> None:
     """Assert the integrity of the block pool."""
-    from vllm_h2o.core.manager import check_integrity
+    from vllm_h2o.core.integrity import check_integrity
 
     check_integrity(scheduler(llm).kv_cache_manager.coordinator.single_type_managers)
 

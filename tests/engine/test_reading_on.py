@@ -148,7 +148,7 @@ def _assert_session_goes_on(llm, model, before, prompt, rules):
     assert [*session.output_token_ids] == result.tokens
     (survivors,) = llm.collective_rpc("probe_survivors")[0].values()
     assert survivors == [[head.survivors() for head in x] for x in result.heads]
-    assert core.scheduler.h2o_managers[0].tokens_continued("session") == (
+    assert core.scheduler.h2o_managers[0].lives["session"].start == (
         len(prompt) + NUM_TOKENS - 1
     )
     scheduler(llm).finish_requests("session", RequestStatus.FINISHED_ABORTED)

@@ -62,7 +62,7 @@ class WorkerProbe:
         """The scheduler has its own policy: who scores here follows the worker's."""
         for i, row in enumerate(plan.rows.values()):
             if not row.stays_dense:
-                first_query = first_observer(self._scoring, row.prefill_end)
+                first_query = first_observer(self._scoring, row.chunk_end)
                 plan.first_queries[i] = first_query
         self._begin(plan, gone)
 

@@ -29,7 +29,6 @@ from vllm_h2o.attention.heads import HeadBudgets
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, splitting
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
-from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin import gpu_worker, runner
@@ -38,6 +37,7 @@ from vllm_h2o.plugin.gpu_worker import H2OGPUWorker
 from vllm_h2o.plugin.validate import check_cuda_options, check_kernel_block_size
 from vllm_h2o.plugin.worker import H2OWorker
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.life import RowPlan
 from vllm_h2o.policy.profile import HeadProfile
 
 

@@ -29,10 +29,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from vllm_h2o.core.manager import H2OManager, check_integrity
+from vllm_h2o.core.integrity import check_integrity
+from vllm_h2o.core.manager import H2OManager
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import CONFIG_KEY, parse_settings
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.life import Life
 
 MODE = os.environ["H2O_STANDS_IN"]
 OUTCOMES = Path(os.environ["H2O_OUTCOMES"])
@@ -129,7 +131,8 @@ class StandInManager(KVCacheManager):
             most = min(request.num_prompt_tokens + request.max_tokens, longest)
             limits = manager.kv_cache_spec.limits("cpu")
             climb = limits.climb(None, request.num_tokens, most)
-            manager.begin_prefill(name, request.num_tokens, most, climb=climb)
+            life = Life.begin(manager.terms, request.num_tokens, most, climb)
+            manager.begin(name, life)
 
     def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """See the base class."""

@@ -80,8 +80,8 @@ class H2OBackend(_StockBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Turn the spec of a full-attention layer into H2O's.
 
-        By blocks of one token vLLM asks what a token takes, to make the blocks of a
-        hybrid model as long as a state is large: as much as in stock's.
+        vLLM probes with `block_size=1` to learn the bytes of a token, from which it
+        sizes the blocks of hybrids. H2O answers as stock does.
         """
         spec = super().customize_spec(spec)
         if type(spec) is not FullAttentionSpec or spec.block_size == 1:

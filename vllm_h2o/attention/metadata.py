@@ -21,8 +21,9 @@ from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.rows import RowTensors, select_rows
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.transition import ObservedPrompt
-from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.life import RowPlan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -395,7 +396,7 @@ class H2OMetadataBuilder(_Stock):
         table, starts = common.block_table_tensor[i], common.query_start_loc_cpu
         placement = self.placements.index(request_id, Budget.of(row), True)
         chunk = chunk_of(
-            row, self.spec.h2o, table[: cdiv(row.prefill_end, self.spec.block_size)],
+            row, self.spec.h2o, table[: cdiv(row.chunk_end, self.spec.block_size)],
             self.resident_pages(table, row.budget), placement,
         )  # fmt: skip
         tokens = slice(int(starts[i]), int(starts[i + 1]))

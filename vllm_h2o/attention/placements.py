@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.life import RowPlan
 from vllm_h2o.policy.methods import Bounds, Queries, State
 from vllm_h2o.policy.placement import PageOf, Placement
 
@@ -236,8 +236,9 @@ class BudgetPlacements:
             budget: Of a request.
         """
         blocks, ladder = budget.slots // self._ladder.block_size, self._ladder.budgets
-        # Heads part in pages of their own by the first split of a ladder alone, so that
-        # who has asked for a budget gets a split apart, but for the engine's number.
+        # Only a ladder's first split keeps a head in its own pages until the switch. A
+        # budget that a request has asked for gets its own split, unless it is the
+        # engine's.
         climbs = not budget.is_fixed or (blocks,) == ladder
         length_class = budget.length_class if self._split else 0
         if climbs and blocks == ladder[-1] and not length_class:

@@ -10,9 +10,9 @@ import torch
 from vllm_h2o.attention.ops import Chunk, DecodeParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.transition import Transitions
-from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.chunks import first_scoring
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.life import RowPlan
 
 
 @dataclass
@@ -59,7 +59,7 @@ def chunk_of(
     """
     return Chunk(
         row.chunk_start,
-        row.prefill_end,
+        row.chunk_end,
         first_scoring(row.chunk_start, row.first_query, config.gated),
         row.scored_from,
         row.first_query,

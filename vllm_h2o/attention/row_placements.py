@@ -16,7 +16,8 @@ from vllm_h2o.attention.placements import (
     BudgetPlacements,
     RequestPlacements,
 )
-from vllm_h2o.core.plan import ResidencyPlan, RowPlan
+from vllm_h2o.core.plan import ResidencyPlan
+from vllm_h2o.policy.life import RowPlan
 from vllm_h2o.policy.methods import Queries
 
 _MOST_CLASSES = 128
@@ -99,9 +100,9 @@ class RowPlacements:
         """
         by_request, budget = self._by_request(), Budget.of(row)
         if by_request is not None:
-            num_tokens, group = row.prefill_end, layers[0].params.group
+            num_tokens, group = row.chunk_end, layers[0].params.group
             tokens = torch.arange(num_tokens)
             queries = Queries(tokens, row.first_query, num_tokens, group)
             states = [layer.state for layer in layers]
             by_request.split(request_id, states, queries, budget)
-        return self.index(request_id, budget, row.prefill_end > row.budget)
+        return self.index(request_id, budget, row.chunk_end > row.budget)

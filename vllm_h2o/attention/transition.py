@@ -13,8 +13,8 @@ import torch
 from vllm_h2o.attention.ops import DecodeParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import RequestPlacements
-from vllm_h2o.core.plan import RowPlan
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.life import RowPlan
 from vllm_h2o.policy.methods import State, starts_at_zero
 
 PartialStates = dict[str, State]
@@ -162,7 +162,7 @@ def observe_prompt(
     new = plan.num_computed_tokens
     if state is None or first_scoring == plan.first_query:
         # The first step with observation queries, also after a restart.
-        shape, new = (pages.keys.shape[1], plan.prefill_end), 0
+        shape, new = (pages.keys.shape[1], plan.chunk_end), 0
         fields = (*pages.state, *params.method.prompt_fields)
         state = {name: torch.zeros(shape, device=query.device) for name in fields}
     end = plan.num_computed_tokens + len(query)
@@ -198,7 +198,7 @@ def _compress_by_gate(
     params: DecodeParams,
 ) -> None:
     """The transition of a prompt that no query has scored."""
-    shape, device = (pages.keys.shape[1], prompt.plan.prefill_end), pages.keys.device
+    shape, device = (pages.keys.shape[1], prompt.plan.chunk_end), pages.keys.device
     state = {name: torch.zeros(shape, device=device) for name in pages.state}
     _collect(prompt, ScoredLayer(pages, state, params, dense), config)
 

@@ -2,80 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
-
-class RowPlan(NamedTuple):
-    """One scheduled request in one step; all counts in tokens.
-
-    The step's plan alone says where a request is: no earlier step is remembered.
-
-    Attributes:
-        num_computed_tokens: Tokens computed before this step.
-        num_scheduled_tokens: Tokens of this step.
-        prefill_end: Tokens that are computed densely: all, if the request asks for it.
-            Of a prompt that is read in chunks, where the chunk ends.
-        first_query: Position of the first query that scores; the budget or
-            `prefill_end` if none has to, because the request ends within that.
-        budget: Slots of a KV head on average.
-        grown_at: Tokens of the sequence when its budget last grew, in the step that
-            computes the next one; 0: it never has.
-        grown_from: The budget that it then had.
-        grown_before: Tokens of the sequence when that had grown; 0: it had not.
-        is_fixed: Whether the request has asked for this budget, in tokens; else it
-            is on the engine's ladder.
-        length_class: See `Climb`.
-        chunk_start: Tokens of the sequence when it was last compressed, where its
-            prompt goes on beside what is held of them; 0: it is read densely.
-        scored_from: Position of the first query that has scored what is then held.
-    """
-
-    num_computed_tokens: int
-    num_scheduled_tokens: int
-    prefill_end: int
-    first_query: int
-    budget: int
-    grown_at: int = 0
-    grown_from: int = 0
-    grown_before: int = 0
-    is_fixed: int = 0
-    length_class: int = 0
-    chunk_start: int = 0
-    scored_from: int = 0
-
-    @property
-    def stays_dense(self) -> bool:
-        """Can not outgrow its budget, or never decodes: its blocks stay as they are."""
-        return self.first_query >= self.prefill_end
-
-    @property
-    def num_scoring(self) -> int:
-        """How many of this step's queries score: the last ones."""
-        end = self.num_computed_tokens + self.num_scheduled_tokens
-        return max(0, end - max(self.num_computed_tokens, self.first_query))
-
-    @property
-    def mostly_scores(self) -> bool:
-        """Whether at least half of this step's queries score."""
-        return 2 * self.num_scoring >= self.num_scheduled_tokens
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the prompt has been read: the decode kernels take the row."""
-        return self.num_computed_tokens >= self.prefill_end
-
-    @property
-    def is_transition(self) -> bool:
-        """Computes the last token of its prompt in this step, and is compressed."""
-        end = self.num_computed_tokens + self.num_scheduled_tokens
-        ends = not self.decodes and end >= self.prefill_end
-        return ends and not self.stays_dense
-
+from vllm_h2o.policy.life import RowPlan
 
 NUM_COUNTS = len(RowPlan._fields)
+
+
+def _column(name: str) -> property:
+    index = RowPlan._fields.index(name)
+    return property(
+        lambda plan: plan.counts[index],
+        doc=f"`[num_requests]` int64, `RowPlan.{name}` of each.",
+    )
 
 
 @dataclass(eq=False)
@@ -112,70 +56,43 @@ class ResidencyPlan:
         others = self.stats, self.restarted, self.kept, self.copies
         return _unpickled, (self.request_ids, counts, *others)
 
-    @property
-    def num_computed_tokens(self) -> np.ndarray:
-        """`[num_requests]` int64, as are the others; see `RowPlan`."""
-        return self.counts[0]
-
-    @property
-    def num_scheduled_tokens(self) -> np.ndarray:
-        """`[num_requests]` tokens of this step."""
-        return self.counts[1]
-
-    @property
-    def prefill_ends(self) -> np.ndarray:
-        """`[num_requests]` tokens that are computed densely."""
-        return self.counts[2]
-
-    @property
-    def first_queries(self) -> np.ndarray:
-        """`[num_requests]` position of the first query that scores."""
-        return self.counts[3]
-
-    @property
-    def budgets(self) -> np.ndarray:
-        """`[num_requests]` slots of a KV head on average."""
-        return self.counts[4]
-
-    @property
-    def grown_at(self) -> np.ndarray:
-        """`[num_requests]` tokens when the budget last grew."""
-        return self.counts[5]
-
-    @property
-    def grown_from(self) -> np.ndarray:
-        """`[num_requests]` the budgets that had grown then."""
-        return self.counts[6]
-
-    @property
-    def is_fixed(self) -> np.ndarray:
-        """`[num_requests]` 0 or 1, see `RowPlan`."""
-        return self.counts[8]
-
-    @property
-    def length_classes(self) -> np.ndarray:
-        """`[num_requests]` for which lengths budgets are split, see `Climb`."""
-        return self.counts[9]
-
-    @property
-    def chunk_starts(self) -> np.ndarray:
-        """`[num_requests]` tokens of each when last compressed, see `RowPlan`."""
-        return self.counts[10]
-
-    @property
-    def scored_from(self) -> np.ndarray:
-        """`[num_requests]` position of the first query that had scored it."""
-        return self.counts[11]
+    num_computed_tokens = _column("num_computed_tokens")
+    num_scheduled_tokens = _column("num_scheduled_tokens")
+    chunk_ends = _column("chunk_end")
+    first_queries = _column("first_query")
+    budgets = _column("budget")
+    grown_at = _column("grown_at")
+    grown_from = _column("grown_from")
+    is_fixed = _column("is_fixed")
+    length_classes = _column("length_class")
+    chunk_starts = _column("chunk_start")
+    scored_from = _column("scored_from")
 
     @property
     def decodes(self) -> np.ndarray:
         """`[num_requests]` bool, see `RowPlan`."""
-        return self.num_computed_tokens >= self.prefill_ends
+        return self.num_computed_tokens >= self.chunk_ends
 
     @property
     def stay_dense(self) -> np.ndarray:
         """`[num_requests]` bool, of those that decode: no query has scored."""
         return self.decodes & (self.num_computed_tokens < self.first_queries)
+
+    @classmethod
+    def of_rows(
+        cls,
+        request_ids: list[str],
+        rows: Iterable[RowPlan],
+        computed: Sequence[int],
+        scheduled: Iterable[int],
+    ) -> ResidencyPlan:
+        """The plan of rows that lack their computed and scheduled tokens."""
+        count = len(request_ids)
+        flat = np.fromiter(chain.from_iterable(rows), np.int64, count * NUM_COUNTS)
+        plan = cls(request_ids, flat.reshape(count, NUM_COUNTS).T.copy())
+        plan.num_computed_tokens[:] = computed
+        plan.num_scheduled_tokens[:] = [*scheduled]
+        return plan
 
     def row(self, i: int) -> RowPlan:
         """The counts of one request."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.math_utils import cdiv
@@ -15,16 +14,15 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_h2o.core import compat
-from vllm_h2o.core.kept import KeptRequests, is_known_by_tokens
+from vllm_h2o.core.continuing import Continuing
 from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.metrics import Reporter
-from vllm_h2o.core.plan import NUM_COUNTS, PLAN_ATTRIBUTE, ResidencyPlan
+from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
-from vllm_h2o.policy.chunks import chunk_tokens
-from vllm_h2o.policy.ladder import Climb
-from vllm_h2o.policy.layout import SlotLayout
-from vllm_h2o.policy.options import END, INT8, NONE, PROMPT
+from vllm_h2o.core.summary import summary
+from vllm_h2o.policy.life import Life
+from vllm_h2o.policy.options import NONE
 from vllm_h2o.policy.presets import FULL
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 
@@ -56,13 +54,14 @@ class H2OScheduler(AsyncScheduler):
                 publish_alike(manager, self.h2o_managers[0])
         if not self._spec.pages_are_blocks:
             # What is left of a resident block may read as NaN, which vLLM's attention
-            # multiplies by 0 past a sequence's end. As where caches are of several
-            # types, blocks are cleared: by our worker.
+            # multiplies by 0 past a sequence's end. So blocks are cleared before reuse,
+            # as vLLM does for mixed cache types. Our worker does it.
             self.needs_kv_cache_zeroing = True
             for manager in managers:
                 if isinstance(manager.kv_cache_spec, AttentionSpec):
                     manager._record_new_block_ids = True
-        self._kept = self._kept_requests()
+        self.h2o_stats = H2OStats()
+        self._continuing = self._make_continuing()
         self._aligns_states = self.need_mamba_block_aligned_split
         # vLLM asks where steps have to end; see `_mamba_block_aligned_split`.
         self.need_mamba_block_aligned_split |= self._spec.h2o.reads_on
@@ -74,13 +73,11 @@ class H2OScheduler(AsyncScheduler):
         # vLLM holds a request back whose last token the step before is sure to give:
         # of earlier steps in flight it does not count the tokens.
         self._overrun = max(self.vllm_config.max_concurrent_batches - 3, 0)
-        self.h2o_stats = H2OStats()
         self._reporter = Reporter()
         self._restarted: list[str] = []
-        self._just_kept: list[str] = []
-        self._ran_on: set[str] = set()
         self._logged_counters = ""
-        logger.info_once("%s", self._summary())
+        said = summary(self.vllm_config, self.kv_cache_config, self._spec, self._limits)
+        logger.info_once("%s", said)
         if self._most >= longest:
             logger.warning_once(
                 "H2O evicts nothing: its budget (--h2o-budget) of %d tokens holds the "
@@ -96,8 +93,8 @@ class H2OScheduler(AsyncScheduler):
                 "budget (--h2o-budget)"
             )
 
-    def _kept_requests(self) -> KeptRequests | None:
-        """Where what requests have held is kept; None: it is not.
+    def _make_continuing(self) -> Continuing | None:
+        """Where snapshots of requests are kept; None: they are not.
 
         Raises:
             ValueError: Layers have caches of several kinds.
@@ -109,7 +106,9 @@ class H2OScheduler(AsyncScheduler):
                 f"H2O does not support --h2o-keep={config.keep!r}: this model has "
                 f"layers with a window or a state of their own: use {NONE!r}"
             )
-        return KeptRequests(self.hash_block_size)
+        runs_ahead = bool(self.scheduler_config.async_scheduling)
+        manager, stats = self.h2o_managers[0], self.h2o_stats
+        return Continuing(manager, stats, self.hash_block_size, runs_ahead)
 
     def add_request(self, request: Request) -> None:
         """Queue a request, or end it with an error if it asks for what is not there.
@@ -133,7 +132,8 @@ class H2OScheduler(AsyncScheduler):
             request.sampling_params = params = copy.copy(request.sampling_params)
             assert params is not None
             params.extra_args = None
-            # As if its grammar could not be compiled: vLLM ends such requests alone.
+            # vLLM can not reject a queued request. The path of a grammar that could
+            # not be compiled ends this request and no other.
             if known:
                 # The session with this turn.
                 compat.end_with_error(self, request.request_id, str(error))
@@ -162,7 +162,7 @@ class H2OScheduler(AsyncScheduler):
         option, value, slots = "policy", options.policy, most_tokens
         if not options.is_full:
             option, value = "prefill_chunk", str(asked)
-            # What it goes on from may have been read with more to come.
+            # A snapshot may be of a longer request: assume the largest budget.
             end = self.max_model_len if options.continue_ else most_tokens
             slots = self._limits.climb(options.budget, most_tokens, end).budget
         needed = spec.blocks_while_reading(most_tokens, slots, asked or 0)
@@ -194,97 +194,22 @@ class H2OScheduler(AsyncScheduler):
         runs_to = most
         if request.num_tokens + 1 < most:  # else it ends with its next token
             runs_to = min(most + self._overrun, self.max_model_len)
+        terms = self.h2o_managers[0].terms
+        life = Life.begin(terms, request.num_tokens, runs_to, climb, options)
         for manager in self.h2o_managers:
-            manager.begin_prefill(
-                request.request_id, request.num_tokens, runs_to, options, climb
-            )
+            manager.begin(request.request_id, life)
         hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
-        if self._kept is None or not options.continue_:
+        caching, continuing = self.kv_cache_manager, self._continuing
+        if continuing is None or not options.continue_:
+            return hit
+        if not caching.prefix_cache_lookup_enabled(request):
             return hit
         # From 0.33 on vLLM says how much of a request may be a hit.
         most_hit = args[0] if args else kwargs.get("max_cache_hit_length")
-        return self._gone_on(request, options, climb, hit[1], most_hit) or hit
-
-    def _gone_on(
-        self,
-        request: Request,
-        options: RequestOptions,
-        climb: Climb,
-        num_hits: int,
-        most_hit: int | None = None,
-    ) -> Any:
-        """A hit of what is kept of another request, if that is of more tokens."""
-        kept, caching = self._kept, self.kv_cache_manager
-        assert kept is not None
-        reads_cache = caching.prefix_cache_lookup_enabled(request)
-        # vLLM has asked a session's first turn alone.
-        params = request.sampling_params
-        needs_logits = params is not None and params.prompt_logprobs is not None
-        if not is_known_by_tokens(request) or not reads_cache or needs_logits:
-            return None
-        last = request.num_tokens - 1
-        most = last if most_hit is None else min(last, most_hit)
-        residents = kept.longest(request, most, climb)
-        if residents is None or residents.num_tokens <= num_hits:
-            return None
-        self.h2o_managers[0].go_on(request.request_id, residents, options)
-        return caching.empty_kv_cache_blocks, residents.num_tokens, 0, False
-
-    def _keep(self, request: Request) -> None:
-        """Keep what a request holds that ends, if that is what it asks for."""
-        kept, computed = self._kept, request.num_computed_tokens
-        if kept is None or not is_known_by_tokens(request):
-            return
-        # With the tokens of steps in flight, of which the last may not be known.
-        if computed > request.num_tokens or request.request_id in self._ran_on:
-            return
-        failed = request.status == RequestStatus.FINISHED_ERROR
-        what = self._options_of(request, 0).kept(self._spec.h2o)
-        manager, name = self.h2o_managers[0], request.request_id
-        if failed or what == NONE or not manager.is_resident(name):
-            return
-        if what == PROMPT and computed > manager.prefill_end(name):
-            return  # a copy of that is kept already
-        residents = manager.residents(name, computed)
-        if residents is not None:
-            kept.keep(request, residents)
-            self.h2o_stats.kept_requests += 1
-            self._just_kept.append(name)
-
-    def _keep_prompts(self, plan: ResidencyPlan) -> None:
-        """Keep what requests hold whose prompts have been read by the last step."""
-        kept, manager = self._kept, self.h2o_managers[0]
-        if kept is None:
-            return
-        pool, ours = manager.block_pool, []
-        read = plan.num_computed_tokens == plan.prefill_ends
-        for i in np.flatnonzero(read & ~plan.stay_dense).tolist():
-            request, end = self.requests[plan.request_ids[i]], int(plan.prefill_ends[i])
-            if not self._keeps_prompt(request) or not is_known_by_tokens(request):
-                continue
-            held = manager.residents(request.request_id, end)
-            if held is None:
-                continue
-            if known := kept.same(request, end, held.climb):
-                pool.touch(known.blocks)  # another sample, or the same prompt once more
-                ours.append(known)
-            elif copy := manager.copy_of(held):
-                kept.keep(request, copy)
-                ours.append(copy)
-                self.h2o_stats.kept_requests += 1
-        # From now on they may be given away, but not to each other.
-        for residents in ours:
-            pool.free_blocks(reversed(residents.blocks))
-
-    def _keeps_prompt(self, request: Request) -> bool:
-        """Whether what is held of the prompt stays.
-
-        Also of a session's turns: where one ends by a stop token, a step behind that
-        token has run, and what is held then is of no use to the next.
-        """
-        what = self._options_of(request, 0).kept(self._spec.h2o)
-        runs_ahead = bool(self.scheduler_config.async_scheduling)
-        return what == PROMPT or (what == END and request.resumable and runs_ahead)
+        num_tokens = continuing.hit(request, climb, hit[1], most_hit)
+        if not num_tokens:
+            return hit
+        return caching.empty_kv_cache_blocks, num_tokens, 0, False
 
     def _mamba_block_aligned_split(
         self,
@@ -301,12 +226,12 @@ class H2OScheduler(AsyncScheduler):
         """
         computed = num_new_local_computed_tokens, num_external_computed_tokens
         start = request.num_computed_tokens + sum(computed)
-        manager, name = self.h2o_managers[0], request.request_id
-        num_tokens = min(num_new_tokens, manager.chunk_end(name, start) - start)
+        life = self.h2o_managers[0].lives[request.request_id]
+        num_tokens = min(num_new_tokens, life.step_end(start) - start)
         if not self._aligns_states:
             return num_tokens
         num_tokens = super()._mamba_block_aligned_split(request, num_tokens, *computed)
-        resumes = manager.replay_boundary(name)
+        resumes = life.resumes_at()
         return resumes - start if start < resumes < start + num_tokens else num_tokens
 
     def counters(self) -> dict[str, int]:
@@ -331,8 +256,8 @@ class H2OScheduler(AsyncScheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any):
         report = self._report(request)
         self._count_finished(request)
-        self._keep(request)
-        self._ran_on.discard(request.request_id)
+        if self._continuing is not None:
+            self._continuing.keep(request)
         transferred, *others = super()._free_request(request, *args, **kwargs)
         if report:
             transferred = {**(transferred or {}), "h2o": report}
@@ -340,15 +265,17 @@ class H2OScheduler(AsyncScheduler):
 
     def _count_finished(self, request: Request) -> None:
         """For the metrics; of a request that has read its prompt."""
-        manager, name = self.h2o_managers[0], request.request_id
-        answers = request.num_output_tokens and manager.req_to_blocks.get(name)
-        if not self.log_stats or not answers:
+        life = self._life_with_blocks(request)
+        if not self.log_stats or not request.num_output_tokens or life is None:
             return
         tokens = request.num_tokens - 1
-        has_read = request.num_computed_tokens >= manager.prefill_end(name)
-        if has_read or manager.stays_dense(name):
-            held = manager.tokens_held(name, tokens)
-            self._reporter.finish(tokens - held, tokens)
+        if request.num_computed_tokens >= life.prefill_end or life.stays_dense:
+            self._reporter.finish(tokens - life.tokens_held(tokens), tokens)
+
+    def _life_with_blocks(self, request: Request) -> Life | None:
+        """The life of a request that has run."""
+        manager, name = self.h2o_managers[0], request.request_id
+        return manager.lives[name] if manager.req_to_blocks.get(name) else None
 
     def _report(self, request: Request) -> dict[str, Any] | None:
         """What a finished request got, if it asked for that and ever ran.
@@ -356,38 +283,33 @@ class H2OScheduler(AsyncScheduler):
         It travels in `kv_transfer_params`, the field of an answer that a scheduler
         fills: vLLM hands it to whoever asked, over HTTP too.
         """
-        manager, name = self.h2o_managers[0], request.request_id
-        if not manager.req_to_blocks.get(name):
-            return None
-        options = self._options_of(request, 0)
-        if not options.report:
+        life = self._life_with_blocks(request)
+        if life is None or not life.options.report:
             return None
         # The last token that it was given has never been computed.
-        tokens, full = request.num_tokens - 1, options.is_full
-        held = manager.tokens_held(name, tokens)
+        tokens, full = request.num_tokens - 1, life.options.is_full
+        held = life.tokens_held(tokens)
         said = {
             "policy": FULL if full else self._spec.h2o.policy,
-            "budget": None if full else manager.budgets([name])[0],
+            "budget": None if full else life.budget,
             "tokens_held": held,
             "tokens_evicted": tokens - held,
         }
-        if options.continue_:
-            said["tokens_continued"] = manager.tokens_continued(name)
+        if life.options.continue_:
+            said["tokens_continued"] = life.start
         return said
 
     def _handle_stopped_request(self, request: Request) -> bool:
-        # Of a session vLLM takes off what steps in flight compute, which run all the
-        # same: what it holds is then another token's too.
-        if request.resumable and request.num_output_placeholders:
-            self._ran_on.add(request.request_id)
+        if self._continuing is not None:
+            self._continuing.note_stop(request)
         return super()._handle_stopped_request(request)
 
     def _update_request_as_session(self, session, update) -> None:
         # Streaming input: the next turn is read densely again, like a request
         # resumed after a preemption; its prompt blocks may hit the prefix cache, or it
         # goes on from what the turn before it has held.
-        self._keep(session)
-        self._ran_on.discard(session.request_id)
+        if self._continuing is not None:
+            self._continuing.keep(session)
         super()._update_request_as_session(session, update)
         self.kv_cache_manager.free(session)
         session.num_computed_tokens = 0
@@ -409,27 +331,21 @@ class H2OScheduler(AsyncScheduler):
 
     def _plan(self, output: SchedulerOutput) -> ResidencyPlan:
         scheduled, requests = output.num_scheduled_tokens, self.requests
-        request_ids, manager = list(scheduled), self.h2o_managers[0]
-        counts = [
-            [requests[request_id].num_computed_tokens for request_id in request_ids],
-            list(scheduled.values()),
-            manager.prefill_ends(request_ids),
-            manager.first_queries(request_ids),
-            manager.budgets(request_ids),
-        ]
-        plan = ResidencyPlan(
-            request_ids, np.zeros((NUM_COUNTS, len(request_ids)), np.int64)
-        )
-        plan.counts[: len(counts)] = counts
-        if growths := manager.growths(request_ids):
-            plan.counts[len(counts) : len(counts) + len(growths)] = growths
-        plan.restarted, self._restarted = self._restarted, []
+        lives, request_ids = self.h2o_managers[0].lives, list(scheduled)
         # schedule() has already advanced num_computed_tokens past this step.
-        plan.counts[0] -= plan.num_scheduled_tokens
-        manager.put_chunks(plan, request_ids)
-        self._keep_prompts(plan)
-        plan.copies = manager.take_copies()
-        plan.kept, self._just_kept = self._just_kept, []
+        computed = [
+            requests[name].num_computed_tokens - num for name, num in scheduled.items()
+        ]
+        rows = [
+            lives[name].next_row(before)
+            for name, before in zip(request_ids, computed, strict=True)
+        ]
+        plan = ResidencyPlan.of_rows(request_ids, rows, computed, scheduled.values())
+        plan.restarted, self._restarted = self._restarted, []
+        if self._continuing is not None:
+            self._continuing.keep_prompts(plan, requests)
+            plan.kept = self._continuing.take_kept()
+        plan.copies = self.h2o_managers[0].take_copies()
         return plan
 
     def finish_requests(self, request_ids, finished_status):
@@ -461,66 +377,3 @@ class H2OScheduler(AsyncScheduler):
         spec = self.h2o_managers[0].kv_cache_spec
         assert isinstance(spec, H2OAttentionSpec)
         return spec
-
-    def _blocks_of_others(self) -> int:
-        """Most blocks of a request where H2O leaves layers alone: windows, states."""
-        blocks = 0
-        for group in self._groups:
-            spec = group.kv_cache_spec
-            if window := getattr(spec, "sliding_window", None):
-                blocks += cdiv(window, spec.block_size) + 1
-            elif isinstance(spec, MambaSpec):
-                most = spec.max_memory_usage_bytes(self.vllm_config)
-                blocks += cdiv(most, spec.page_size_bytes)
-        return blocks
-
-    def _summary(self) -> str:
-        spec, config = self._spec, self._spec.h2o
-        usable = self.kv_cache_config.num_blocks - 1
-        full = cdiv(self.max_model_len, spec.block_size)
-        others = self._blocks_of_others()
-        count = len(self.h2o_managers)
-        most, blocks = self._most, self._most // spec.block_slots
-        layout = SlotLayout.of_blocks(config, spec.page_slots, most // spec.page_slots)
-        resident = usable // (blocks * count + others)
-        decay = getattr(config.method, "score_decay", None)
-        observing = (
-            "prompts by the gate"
-            if config.gated
-            else f"observation window {config.observation_window}, "
-            f"pooling {config.pooling}"
-        )
-        decay = "" if decay is None else f", decay {decay:g}"
-        reading = f", reading {config.read}" if config.reads_part else ""
-        merging = f", merging {config.merge}s" if config.merges else ""
-        rounded = f" in {INT8}" if config.quantizes else ""
-        if config.resident_why:
-            stored = rounded or " in the model's type"
-            rounded = f"{stored}, {config.resident_why}"
-        chosen = f"It goes by {config.chosen}. " if config.chosen else ""
-        chunks = ""
-        asked, held = config.prefill_chunk, config.slots_per_token
-        if tokens := chunk_tokens(asked, most, spec.block_size, held):
-            tokens = min(tokens, self.max_model_len)
-            chunks = f"Prompts are read {tokens} tokens at once. "
-            full = spec.blocks_while_reading(self.max_model_len, most, asked)
-        budget = f"budget {most} tokens"
-        ladder = self._limits.ladder
-        if len(ladder.budgets) > 1:
-            of_tokens = f"{100 * (config.share or 0):.3g}% of its tokens"
-            budget = (
-                f"budget {config.budget} of what a request takes in stock's cache "
-                f"({of_tokens}), at least {ladder.budgets[0] * ladder.block_size} "
-                f"tokens, of the longest {most}"
-            )
-        return (
-            f"H2O is on: policy {config.policy}, {budget} "
-            f"({blocks} blocks of {spec.block_slots}{rounded}): "
-            f"{layout.heavy_slots} heavy ({layout.sinks} sinks) + "
-            f"{layout.recent_slots} recent, unit {config.eviction_unit}, "
-            f"score {config.score}{decay}, "
-            f"{observing}{reading}{merging}. {chosen}{chunks}"
-            f"After its prompt a request holds at most {most} KV tokens (stock: "
-            f"{self.max_model_len}); the pool of {usable} blocks fits {resident} such "
-            f"requests, or {usable // (full * count + others)} full-length ones."
-        )

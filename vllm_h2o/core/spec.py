@@ -42,8 +42,8 @@ class H2OAttentionSpec(FullAttentionSpec):
             the same budget, or each request shares it out.
         richest_layer_slots: Slots that the heads of one layer have together at most,
             on a rank; 0: likewise.
-        slots_per_token: That these have for a token of a request's budget at most,
-            whatever the budget; 0: likewise.
+        slots_per_token: The most slots that the heads of one layer have per token of a
+            request's budget, over all budgets; 0: likewise.
     """
 
     h2o: H2OConfig = field(default_factory=H2OConfig)

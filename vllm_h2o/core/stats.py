@@ -70,7 +70,7 @@ class H2OStats:
         self.blocks_in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
     def _count_evictions(self, plan: ResidencyPlan, layout: SlotLayout) -> None:
-        tokens_held, ends = layout.resident_tokens, plan.prefill_ends
+        tokens_held, ends = layout.resident_tokens, plan.chunk_ends
         budgets = plan.budgets
         computed, scheduled = plan.num_computed_tokens, plan.num_scheduled_tokens
         compressed = plan.first_queries < ends  # else it stays dense
@@ -88,7 +88,7 @@ class H2OStats:
         held = np.minimum(plan.chunk_starts - shifts, budgets)
         new = ends - plan.chunk_starts
         self.tokens_evicted += int(np.maximum(held + new - budgets, 0)[ending].sum())
-        if layout.whole_blocks:  # all with its budget
+        if layout.whole_blocks:  # then every request has the engine's budget
             for end in ends[ending].tolist():
                 self.tokens_evicted += min(end, layout.budget) - tokens_held(end)
 

@@ -57,8 +57,8 @@ class ResidentBlock:
             block_size: Tokens of a block of vLLM's.
             head_size: Of keys and of values.
             item_bytes: Of an element of vLLM's.
-            most_page_slots: Slots of a page at most; 0: pages are blocks. Where slots
-                take fewer bytes than tokens it says nothing.
+            most_page_slots: Slots of a page at most; 0: pages are blocks. Ignored with
+                int8, where `narrow_pages` chooses.
         """
         if config.quantizes:
             block_bytes = block_size * 2 * head_size * item_bytes

@@ -157,8 +157,8 @@ class Ladder:
         last = len(self.budgets) - 1
         while step < last and self.serves(step, share) < max(aim, num_tokens):
             step += 1
-        # Heads that part when a budget is filled find their tokens in pages of their
-        # own, which they are sure to have first by the smallest budget alone.
+        # Until the switch a head's tokens must lie in its own pages, which only the
+        # smallest budget guarantees. So step down until the prompt overfills it.
         while step and num_tokens <= self.budgets[step] * self.block_size:
             step -= 1
         return step

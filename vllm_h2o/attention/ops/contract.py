@@ -81,8 +81,8 @@ class Kernels(Protocol):
             source_blocks: int32 pages of `ScoredLayer.source`, the token at position p
                 in page `p // block_size`, offset `p % block_size`.
             target_blocks: `[>= cdiv(min(tokens, budget), block_size)]` int32 pages of
-                `ScoredLayer.pages`, of the request's resident blocks; the very tensor
-                `source_blocks` if a request is rearranged in them.
+                `ScoredLayer.pages`, of the request's resident blocks; pass the same
+                tensor as `source_blocks` to rearrange a request in place.
             placement: Index of how the slots are split.
             first_query: Position of the first query that scored.
             config: The policy.
@@ -253,9 +253,9 @@ class Kernels(Protocol):
     ) -> None:
         """Select what each KV head keeps of its tokens and the chunk's, into its slots.
 
-        They are laid out as by the transition of a prompt that ends with the chunk, of
-        which a head has lost what it does not hold: the recent ones by position in the
-        ring, the others by score. Of neighbours only the chunk's share their scores.
+        Slots are laid out as if the prompt ended with the chunk and the head had lost
+        all that it does not hold: recent tokens by position in the ring, the others by
+        score. Only the chunk's own tokens are pooled.
 
         Args:
             layers: The layers, each with the state that `read_on` has left. What the

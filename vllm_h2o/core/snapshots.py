@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from vllm_h2o.policy.ladder import Climb
 
 _FEWEST = 64
-"""As long as there are no more, those that have gone are not dropped."""
+"""Entries whose blocks are gone are dropped only where there are more than these."""
 
 
-class Residents(NamedTuple):
-    """What a resident request holds.
+class Snapshot(NamedTuple):
+    """What a resident request held at some time, for others to go on from.
 
     Attributes:
         blocks: Its resident blocks.
@@ -41,24 +41,24 @@ class Residents(NamedTuple):
 class _Entry(NamedTuple):
     """What is kept of a request, with the tokens behind its last whole block."""
 
-    residents: Residents
+    snapshot: Snapshot
     tail: list[int]
     hashes: list[BlockHashWithGroupId]
 
     @property
     def is_whole(self) -> bool:
         """Whether no block has been given away."""
-        blocks = self.residents.blocks
+        blocks = self.snapshot.blocks
         pairs = zip(blocks, self.hashes, strict=True)
         return all(block.block_hash == mine for block, mine in pairs)
 
     def ends_as(self, request: Request, whole: int) -> bool:
         """Whether a request goes on with these tokens behind its whole blocks."""
-        return self.tail == request.all_token_ids[whole : self.residents.num_tokens]
+        return self.tail == request.all_token_ids[whole : self.snapshot.num_tokens]
 
     def is_same(self, other: _Entry) -> bool:
         """Whether the other, with the same whole blocks, is of the same use."""
-        mine, others = self.residents.climb, other.residents.climb
+        mine, others = self.snapshot.climb, other.snapshot.climb
         return self.tail == other.tail and mine.suits(others)
 
 
@@ -68,8 +68,8 @@ def is_known_by_tokens(request: Request) -> bool:
     return not request.mm_features and request.prompt_embeds is None
 
 
-class KeptRequests:
-    """Residents of requests, by the tokens that these had.
+class Snapshots:
+    """Those that are kept, by the tokens that their requests had.
 
     Whole blocks of tokens are known by vLLM's hash of them and of all before, in which
     an adapter and a salt count; the tokens behind them by themselves.
@@ -86,19 +86,19 @@ class KeptRequests:
         self._serial = itertools.count()
         self._count, self._most = 0, _FEWEST
 
-    def keep(self, request: Request, residents: Residents) -> None:
+    def keep(self, request: Request, snapshot: Snapshot) -> None:
         """Keep what a request holds, or a copy, in blocks that are about to be freed.
 
         Args:
             request: The request; the tokens that it has computed are known.
-            residents: What it holds, of a block of tokens at least.
+            snapshot: What it holds, of a block of tokens at least.
         """
-        end = residents.num_tokens
+        end = snapshot.num_tokens
         whole = end // self._size * self._size
-        hashes = [self._new_hash() for _ in residents.blocks]
-        for block, block_hash in zip(residents.blocks, hashes, strict=True):
+        hashes = [self._new_hash() for _ in snapshot.blocks]
+        for block, block_hash in zip(snapshot.blocks, hashes, strict=True):
             block.set_block_hash(block_hash)
-        entry = _Entry(residents, request.all_token_ids[whole:end], hashes)
+        entry = _Entry(snapshot, request.all_token_ids[whole:end], hashes)
         # The same once more takes the place of what was there.
         beside = self._entries.get(key := self._key(request, whole), [])
         others = [x for x in beside if not x.is_same(entry) and x.is_whole]
@@ -107,7 +107,7 @@ class KeptRequests:
         if self._count > self._most:
             self._drop_gone()
 
-    def longest(self, request: Request, most: int, climb: Climb) -> Residents | None:
+    def longest(self, request: Request, most: int, climb: Climb) -> Snapshot | None:
         """What is kept of the most tokens that a request begins with.
 
         Args:
@@ -117,10 +117,10 @@ class KeptRequests:
         """
         for whole in range(most // self._size * self._size, 0, -self._size):
             suiting = [
-                entry.residents
+                entry.snapshot
                 for entry in self._entries.get(self._key(request, whole), ())
-                if entry.residents.num_tokens <= most
-                and entry.residents.climb.suits(climb)
+                if entry.snapshot.num_tokens <= most
+                and entry.snapshot.climb.suits(climb)
                 and entry.ends_as(request, whole)
                 and entry.is_whole
             ]
@@ -128,11 +128,11 @@ class KeptRequests:
                 return max(suiting, key=lambda mine: mine.num_tokens)
         return None
 
-    def same(self, request: Request, num_tokens: int, climb: Climb) -> Residents | None:
+    def same(self, request: Request, num_tokens: int, climb: Climb) -> Snapshot | None:
         """What is kept of just so many tokens, for whom this budget suits."""
         whole = num_tokens // self._size * self._size
         for entry in self._entries.get(self._key(request, whole), ()):
-            mine = entry.residents
+            mine = entry.snapshot
             alike = mine.num_tokens == num_tokens and mine.climb.suits(climb)
             if alike and entry.ends_as(request, whole) and entry.is_whole:
                 return mine

@@ -1,0 +1,139 @@
+"""What stays of requests that end, and which requests go on from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.v1.request import RequestStatus
+
+from vllm_h2o.core.snapshots import Snapshots, is_known_by_tokens
+from vllm_h2o.policy.options import END, NONE, PROMPT
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from vllm_h2o.core.manager import H2OManager
+    from vllm_h2o.core.plan import ResidencyPlan
+    from vllm_h2o.core.stats import H2OStats
+    from vllm_h2o.policy.ladder import Climb
+
+
+class Continuing:
+    """Keeps snapshots of requests, and finds the one that a request begins with."""
+
+    def __init__(
+        self,
+        manager: H2OManager,
+        stats: H2OStats,
+        hash_block_size: int,
+        runs_ahead: bool,
+    ) -> None:
+        """Begin with no snapshot.
+
+        Args:
+            manager: Of the one group of layers.
+            stats: Counts what is kept.
+            hash_block_size: Tokens of a block as vLLM hashes them.
+            runs_ahead: Whether steps are scheduled before the last one has ended.
+        """
+        self._manager, self._stats, self._runs_ahead = manager, stats, runs_ahead
+        self._snapshots = Snapshots(hash_block_size)
+        self._just_kept: list[str] = []
+        self._ran_on: set[str] = set()
+
+    def hit(
+        self, request: Request, climb: Climb, num_hits: int, most_hit: int | None
+    ) -> int:
+        """Let a request go on from the longest snapshot that it begins with.
+
+        Args:
+            request: It has just begun its life.
+            climb: The budget that it asks for.
+            num_hits: Tokens of its prefix-cache hit; a snapshot has to have more.
+            most_hit: Tokens that may be a hit, as vLLM says; None: it does not say.
+
+        Returns:
+            Tokens of the snapshot; 0: there is none.
+        """
+        # vLLM has asked a session's first turn alone.
+        params = request.sampling_params
+        needs_logits = params is not None and params.prompt_logprobs is not None
+        if not is_known_by_tokens(request) or needs_logits:
+            return 0
+        last = request.num_tokens - 1
+        most = last if most_hit is None else min(last, most_hit)
+        snapshot = self._snapshots.longest(request, most, climb)
+        if snapshot is None or snapshot.num_tokens <= num_hits:
+            return 0
+        self._manager.go_on(request.request_id, snapshot)
+        return snapshot.num_tokens
+
+    def keep(self, request: Request) -> None:
+        """Keep what a request holds that ends, if that is what it asks for."""
+        manager, name = self._manager, request.request_id
+        ran_on = name in self._ran_on
+        self._ran_on.discard(name)
+        computed = request.num_computed_tokens
+        # With the tokens of steps in flight, of which the last may not be known.
+        unknown = ran_on or computed > request.num_tokens
+        failed = request.status == RequestStatus.FINISHED_ERROR
+        if unknown or failed or not is_known_by_tokens(request):
+            return
+        if not manager.is_resident(name):
+            return
+        life = manager.lives[name]
+        what = life.options.kept(life.terms.policy)
+        if what == NONE or (what == PROMPT and computed > life.prefill_end):
+            return  # a copy of the prompt is kept already
+        snapshot = manager.snapshot(name, computed)
+        if snapshot is not None:
+            self._snapshots.keep(request, snapshot)
+            self._stats.kept_requests += 1
+            self._just_kept.append(name)
+
+    def keep_prompts(self, plan: ResidencyPlan, requests: dict[str, Request]) -> None:
+        """Keep what requests hold whose prompts have been read by the last step."""
+        manager = self._manager
+        pool, ours = manager.block_pool, []
+        read = plan.num_computed_tokens == plan.chunk_ends
+        for i in np.flatnonzero(read & ~plan.stay_dense).tolist():
+            request, end = requests[plan.request_ids[i]], int(plan.chunk_ends[i])
+            if not self._keeps_prompt(request) or not is_known_by_tokens(request):
+                continue
+            held = manager.snapshot(request.request_id, end)
+            if held is None:
+                continue
+            if known := self._snapshots.same(request, end, held.climb):
+                pool.touch(known.blocks)  # another sample, or the same prompt once more
+                ours.append(known)
+            elif copy := manager.copy_of(held):
+                self._snapshots.keep(request, copy)
+                ours.append(copy)
+                self._stats.kept_requests += 1
+        # From now on they may be given away, but not to each other.
+        for snapshot in ours:
+            pool.free_blocks(reversed(snapshot.blocks))
+
+    def _keeps_prompt(self, request: Request) -> bool:
+        """Whether what is held of the prompt stays.
+
+        Also of a session's turns: where one ends by a stop token, a step behind that
+        token has run, and what is held then is of no use to the next.
+        """
+        life = self._manager.lives[request.request_id]
+        what = life.options.kept(life.terms.policy)
+        return what == PROMPT or (
+            what == END and request.resumable and self._runs_ahead
+        )
+
+    def note_stop(self, request: Request) -> None:
+        """Note a session that steps in flight run behind: what it holds is then of
+        tokens that vLLM takes off it."""
+        if request.resumable and request.num_output_placeholders:
+            self._ran_on.add(request.request_id)
+
+    def take_kept(self) -> list[str]:
+        """Requests, or turns of sessions, that were kept since the last step."""
+        kept, self._just_kept = self._just_kept, []
+        return kept
