@@ -472,6 +472,22 @@ def test_a_bad_wish_ends_its_session():
     driver.assert_pool_whole()
 
 
+@pytest.mark.parametrize("prefill_chunk", [0, 64])
+def test_a_session_that_outgrows_the_longest_request_ends_alone(prefill_chunk):
+    """Stock adds up its turns without an end: blocks would have no column."""
+    driver = Driver(64, budget=64, chunk=200, prefill_chunk=prefill_chunk)
+    other = driver.add(list(range(30)), 220)
+    for turn in range(4):
+        driver.add([turn] * 60, 10, session="chat")
+        for _ in range(40):
+            driver.schedule()
+            driver.process()
+    assert driver.finished == {"chat": FinishReason.ERROR}
+    driver.drain()
+    assert len(driver.outputs[other]) == 220
+    driver.assert_pool_whole()
+
+
 def test_a_bad_wish_ends_its_idle_session():
     driver = Driver(64, budget=64, chunk=200)
     driver.add(list(range(100, 200)), 10, session="chat")

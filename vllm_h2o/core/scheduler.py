@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -310,6 +311,16 @@ class H2OScheduler(AsyncScheduler):
         # goes on from what the turn before it has held.
         if self._continuing is not None:
             self._continuing.keep(session)
+        # vLLM looks at the length of each turn alone.
+        has, more = session.num_computed_tokens, len(update.prompt_token_ids or ())
+        if has + more >= self.max_model_len:
+            error = (
+                f"the turns of this session have {has + more} tokens, and "
+                f"--max-model-len is {self.max_model_len}: begin another session"
+            )
+            logger.error("Request %s ends at once: %s", session.request_id, error)
+            compat.end_with_error(self, session.request_id, error)
+            update = dataclasses.replace(update, prompt_token_ids=[], mm_features=None)
         super()._update_request_as_session(session, update)
         self.kv_cache_manager.free(session)
         session.num_computed_tokens = 0
