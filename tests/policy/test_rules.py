@@ -1,6 +1,6 @@
 """Options that need each other or idle: each rule by what breaks it, and by its fix."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_h2o.option_table import lines
+from vllm_h2o.policy import rules
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.methods import METHODS
+from vllm_h2o.policy.methods import METHODS, Sum
 from vllm_h2o.policy.options import flag
 from vllm_h2o.policy.presets import PRESETS, resolve_config
 from vllm_h2o.policy.rules import IDLE, NEEDS, broken_need
@@ -101,6 +102,19 @@ def test_what_has_no_effect_is_named(idle, option):
                     assert f"h2o_{idle.other}={beside!r} ({flag(idle.other)})" in said
                     return
     assert idle.other == "score" and option == "score_decay", "every method has it"
+
+
+def test_a_method_may_have_options_that_no_user_sets(monkeypatch):
+    @dataclass(frozen=True)
+    class Own(Sum):
+        name = "own"
+        sharpness: float = 2.0
+
+    monkeypatch.setitem(METHODS, "own", Own)
+    monkeypatch.setattr(rules, "IDLE", tuple(rules._of_methods()))
+    assert any("sharpness" in row.options for row in rules.IDLE)
+    for score in METHODS:
+        resolve_config("h2o", None, {"score": score})
 
 
 def test_the_table_of_the_docs_is_the_rules():

@@ -283,7 +283,8 @@ def check_effects(config: H2OConfig, given: Mapping[str, Any]) -> None:
     for row in IDLE:
         if not row.when.hold(getattr(config, row.other)):
             continue
-        for option in row.options:
+        # A method may have options that no user sets.
+        for option in filter(defaults.__contains__, row.options):
             value = given.get(option, getattr(config, option))
             of_preset = row.by_preset and value != defaults[option]
             if option in given or of_preset:
