@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.ops import Chunk, DecodeParams, ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops import DecodeParams, Held, ResidentRows, ScoredLayer
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     Tuning,
@@ -114,15 +114,14 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
         copy_kept(ScoredLayer(pages, state, params), blocks, table[0], UNIFORM, kept)
     gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
     score_by_gate([ScoredLayer(dense, state, gated)], blocks.int(), 0)
-    order_rings([layer], table[0], UNIFORM, 9, 0)
+    order_rings([layer], Held(table[0], UNIFORM, 9))
     hold(pages, table[0], params, UNIFORM, 9)
 
 
 def hold(pages, table, params, placement, num_tokens):
     """Copy what is held out of its slots, and back."""
-    end = num_tokens + 9
-    chunk = Chunk(num_tokens, end, num_tokens, 0, 0, table, table, placement)
-    StagedHeads(pages, chunk, params).write()
+    held = Held(table, placement, num_tokens)
+    StagedHeads(pages, held, num_tokens + 9, params).write()
 
 
 def gate_of(num_kv_heads, head_size, rotary_dim, dtype):
@@ -187,7 +186,7 @@ def launch_prompts():
         layer = ScoredLayer(pages, state, params)
         copy_kept(layer, table, table, placement, kept)
         score_by_gate([ScoredLayer(pages, state, gated)], table, start)
-        order_rings([layer], table, placement, num_tokens, first)
+        order_rings([layer], Held(table, placement, num_tokens, first))
         hold(pages, table, params, placement, num_tokens)
 
 

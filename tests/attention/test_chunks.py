@@ -7,7 +7,7 @@ import torch
 
 from tests.attention.test_decode import make_cache, pages_of, params_of, placements_of
 from tests.pairs import in_pairs
-from vllm_h2o.attention.ops import Chunk, ScoredLayer, cpu, reference
+from vllm_h2o.attention.ops import Chunk, Held, ScoredLayer, cpu, reference
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
@@ -73,15 +73,15 @@ class Sequence:
             query[first:CHUNK], self.dense, self.blocks, first, state, self.params
         )
         layer = ScoredLayer(self.pages, state, self.params, self.dense)
-        where = self.blocks, self.table, self.placement
-        kernel.transition([layer], *where, first, config)
+        held = Held(self.table, self.placement, CHUNK)
+        kernel.transition([layer], self.blocks, held, first, config)
 
     def read_on(self, start, end, config, steps, kernel=reference):
         """Read a later chunk in steps of these lengths; its attention."""
         window = config.observation_window
         chunk = Chunk(
-            start, end, max(start, end - window), max(0, start - window),
-            max(0, end - window), self.blocks, self.table, self.placement,
+            end, max(start, end - window), max(0, start - window),
+            max(0, end - window), self.blocks, Held(self.table, self.placement, start),
         )  # fmt: skip
         state, outputs = {}, []
         for first, last in zip(steps, steps[1:], strict=False):

@@ -56,9 +56,9 @@ def test_mixed_batches_are_split(builder):
     assert len(metadata.resident_tokens) == 2 and len(metadata.stock_tokens) == 6
     assert metadata.stock.num_actual_tokens == 6 and metadata.stock.max_query_len == 5
     # Only the prompt that ends here is near enough its end to be observed.
-    (observed,) = metadata.observed
-    assert observed.tokens == slice(0, 1) and len(observed.dense_blocks) == 3
-    assert len(observed.resident_pages) == 3
+    (observed,) = metadata.prompts
+    assert observed.tokens == slice(0, 1) and len(observed.blocks) == 3
+    assert len(observed.resident) == 3
 
 
 def test_what_stays_dense_stays_in_the_graph():
@@ -75,7 +75,7 @@ def test_what_stays_dense_stays_in_the_graph_beside_int8():
     captured, _ = build(builder, DECODES, padding=2, capture=True)
     batches = {**DECODES, **whole}, {**DECODES, "c": DECODES["a"]}, whole
     for metadata in captured, *(build(builder, x, 4 - len(x))[0] for x in batches):
-        assert metadata.stock is None and not metadata.observed
+        assert metadata.stock is None and not metadata.prompts
         assert metadata.resident_tokens is metadata.dense_tokens is None
         for rows, tensors in (
             (metadata.resident, builder._tensors),

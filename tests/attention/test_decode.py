@@ -9,6 +9,7 @@ import torch
 from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import (
     DecodeParams,
+    Held,
     ResidentRows,
     ScoredLayer,
     cpu,
@@ -149,6 +150,7 @@ CHECK = pytest.mark.check
 @pytest.mark.parametrize(
     "heads", [pytest.param((9, 3), marks=CHECK), (4, 4), (8, 1), (10, 2)]
 )
+@pytest.mark.rule("R9")
 def test_kernel_equals_reference(name, heads):
     params = CASES[name]
     arguments = (params, torch.float32, heads, 64, 130)
@@ -309,6 +311,7 @@ def placements_of(pages_of_layers, layer, blocks):
     ("read", "merge", "quantized"),
     [(1.0, False, False), (0.5, False, False), (1.0, True, False), (0.5, False, True)],
 )
+@pytest.mark.rule("R12")
 def test_budgets_by_head_equal_reference(layer, read, merge, quantized):
     """From the step that fills the common budget on, in borrowed pages."""
     (expected, expected_births), *results = (
@@ -354,7 +357,8 @@ def decode_by_head(kernel, number, layer, read, merge, quantized):
                 scores = scores.transpose(0, 1).flatten(1)
                 config = H2OConfig(sinks=4, pooling=1)
                 scored = [ScoredLayer(layers[layer], {"attention": scores}, params)]
-                kernel.transition(scored, table[0], table[0], BY_HEAD, 0, config)
+                held = Held(table[0], BY_HEAD, position)
+                kernel.transition(scored, table[0], held, 0, config)
             kernel.decode_resident(
                 query, key, value, layers[layer], rows, params, output
             )
@@ -440,7 +444,7 @@ def test_a_budget_that_grows_to_the_engines_equals_reference():
         for position in range(120):
             if position == 70:
                 layer = ScoredLayer(pages, {}, own)
-                kernel.order_rings([layer], blocks[0], 2, position, 0)
+                kernel.order_rings([layer], Held(blocks[0], 2, position))
             grown = torch.tensor([70 * (position >= 70)])
             index = torch.tensor([2 if position < 70 else UNIFORM], dtype=torch.int32)
             query = torch.randn(1, 9, 64, generator=generator).mul(2)
@@ -490,10 +494,8 @@ def decode_growing(kernel, read, merge, quantized):
             for row in blocks:
                 part_in_place(kernel, layers[0], row[:3], 1, params)
         if position in grows_at:
-            kernel.order_rings(
-                [ScoredLayer(layers[0], {}, params)], blocks[0], int(index[0]),
-                position, int(grown_at[0]),
-            )  # fmt: skip
+            held = Held(blocks[0], int(index[0]), position, int(grown_at[0]))
+            kernel.order_rings([ScoredLayer(layers[0], {}, params)], held)
             index[0], grown_at[0] = index[0] + 1, position
         query = torch.randn(2, 9, 64, generator=generator).mul(2)
         key, value = torch.randn(2, 2, 3, 64, generator=generator)
@@ -511,7 +513,7 @@ def part_in_place(kernel, pages, blocks, index, params):
     scores = pages.attention[blocks.long()].transpose(0, 1).flatten(1)
     layer = ScoredLayer(pages, {"attention": scores}, params)
     config = H2OConfig(sinks=4, pooling=1)
-    kernel.transition([layer], blocks, blocks, index, 0, config)
+    kernel.transition([layer], blocks, Held(blocks, index), 0, config)
 
 
 @pytest.mark.parametrize(("position", "placement"), [(47, UNIFORM), (199, BY_HEAD)])
@@ -536,6 +538,7 @@ def test_heads_are_chosen_for_together_as_each_alone(position, placement):
 
 @pytest.mark.parametrize("op", [reference.decode_resident, cpu.decode_resident])
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.rule("R9")
 def test_a_tie_is_lost_by_who_leaves_the_window(op, quantized):
     """One that has the least more takes the slot of the oldest that is no sink."""
     params, table = params_of(), torch.tensor([[7, 3, 11]], dtype=torch.int32)

@@ -10,10 +10,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, config_of, plan_of
 from vllm_h2o.attention.cpu_backend import H2OCPUBuilder
-from vllm_h2o.attention.placements import BY_HEAD, GroupPlacements
+from vllm_h2o.attention.placements import BY_HEAD
+from vllm_h2o.attention.prompts import PromptRow
+from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.rows import select_rows
 from vllm_h2o.attention.step import StepRows
-from vllm_h2o.attention.transition import ObservedPrompt
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.life import RowPlan
@@ -34,7 +35,7 @@ class Layer:
     """Stands where vLLM's layers whose heads have budgets of their own do."""
 
     def __init__(self):
-        self.impl = self.params = self.kernels = self
+        self.impl = self.params = self.operations = self
         self.kv_cache, self.switched = None, []
 
     def transition(self, *args):
@@ -54,7 +55,7 @@ def build(scheduled, batch, block_size=BLOCK_SIZE, page_slots=0, **given):
     builder = H2OCPUBuilder(spec, [], config, torch.device("cpu"))
     step, layer = StepRows(), Layer()
     step.request_ids = lambda: batch
-    builder.bind(step, GroupPlacements([layer], True))
+    builder.bind(step, [layer], RowPlacements(by_head=True))
     step.begin(plan_of({name: ROWS[name] for name in scheduled}), [])
     counts = torch.tensor([ROWS[name] for name in batch], dtype=torch.int32)
     starts = torch.zeros(len(batch) + 1, dtype=torch.int32)
@@ -78,10 +79,11 @@ def build(scheduled, batch, block_size=BLOCK_SIZE, page_slots=0, **given):
     if "fills" not in batch:
         assert not layer.switched
         return metadata, common, spec
-    ((layers, source, target, placement, first_query, policy),) = layer.switched
-    assert layers == [layer] and source is target
-    assert target.tolist() == filled_blocks(common, spec, batch)
-    assert (placement, first_query, policy) == (BY_HEAD, 0, spec.h2o)
+    ((layers, source, held, first_query, policy),) = layer.switched
+    assert layers == [layer] and source is held.pages
+    assert source.tolist() == filled_blocks(common, spec, batch)
+    assert (held.placement, held.num_tokens) == (BY_HEAD, BUDGET)
+    assert (first_query, policy) == (0, spec.h2o)
     return metadata, common, spec
 
 
@@ -104,6 +106,7 @@ def test_resident_rows_alone(scheduled):
     assert common.slot_mapping.tolist() == [-1, -1]
 
 
+@pytest.mark.rule("R25")
 def test_mixed_batch():
     batch = ["chunk", "old", "ends", "fills", "whole", "fits", "read"]
     metadata, common, spec = build(tuple(ROWS), batch)
@@ -123,12 +126,12 @@ def test_mixed_batch():
     assert common.slot_mapping.tolist() == untouched
     # The chunk ends before its prompt's observation window, and nobody scores where
     # nothing will be evicted.
-    observed, read = metadata.observed
+    observed, read = metadata.prompts
     assert observed.plan == ROWS["ends"] and observed.tokens == slice(31, 47)
     assert observed.attends and not read.attends
     assert observed.plan.first_query == 96 - WINDOW
-    assert torch.equal(observed.dense_blocks, table[2, : 96 // BLOCK_SIZE])
-    assert torch.equal(observed.resident_pages, table[2, first : first + used])
+    assert torch.equal(observed.blocks, table[2, : 96 // BLOCK_SIZE])
+    assert torch.equal(observed.resident, table[2, first : first + used])
 
 
 @pytest.mark.parametrize("batch", [["whole"], ["old", "whole", "chunk", "fills"]])
@@ -156,7 +159,7 @@ def test_scores_of_earlier_steps_are_there_for_every_group():
     step = StepRows()
     for layer in ("one", "another"):
         step.transitions.partial_states("r")[layer] = layer
-    for layer in ("one", "another"):  # as `observe_prompt` takes them
+    for layer in ("one", "another"):  # as a row takes them
         assert step.transitions.partial_states("r").pop(layer) == layer
     step.transitions.partial_states("r")["one"] = 1
     step.begin(plan_of({}), ["r"])
@@ -167,12 +170,13 @@ def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone():
     step, done = StepRows(), []
     for name in ("stays", "gone", "kept"):
         tokens, blocks = slice(0, 40), torch.zeros(2, dtype=torch.int32)
-        prompt = ObservedPrompt(
-            name, step.transitions, tokens, ROWS["ends"], blocks, blocks, len, False
+        row = PromptRow(
+            name, step.transitions, RowPlacements(), tokens, ROWS["ends"], blocks
         )
+        row.compress = functools.partial(_append, done, name)
         for layer in ("first", "second"):
-            prompt.layers.append(layer)
-            step.transitions.collect(prompt, functools.partial(done.append, name))
+            row.layers.append(layer)
+            step.transitions.collect(row, None)
     plan = plan_of({})
     plan.kept.append("kept")  # has ended too, and others may go on from it
     for name in ("stays", "gone", "kept"):
@@ -183,10 +187,14 @@ def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone():
     assert step.transitions.partial_states("kept") == {}
 
 
+def _append(done, name, config):
+    done.append(name)
+
+
 def test_bidirectional_prompts_are_left_to_stock():
     """Our kernel is causal."""
     metadata, _, _ = build(("ends", "fills"), ["ends", "fills"], causal=False)
-    assert not metadata.observed[0].attends
+    assert not metadata.prompts[0].attends
     assert len(metadata.stock.seq_lens) == 1 and metadata.stock.causal is False
 
 
@@ -204,7 +212,7 @@ def test_a_prompt_that_only_scores_leaves_nothing_to_stock():
     metadata, _, _ = build(("ends", "fills"), ["ends", "fills"])
     assert metadata.stock is None
     assert metadata.resident_tokens.tolist() == [16]
-    (observed,) = metadata.observed
+    (observed,) = metadata.prompts
     assert observed.attends
 
 
@@ -221,6 +229,7 @@ def test_a_plan_arrives_as_it_was_sent(rows):
     assert received.copies == [(3, 7)]
 
 
+@pytest.mark.rule("R24")
 def test_rows_of_a_plan_in_any_order():
     plan = plan_of(ROWS)
     assert plan.rows == ROWS

@@ -26,11 +26,9 @@ from vllm_h2o.attention.ops.triton import decode
 from vllm_h2o.attention.placements import (
     BY_HEAD,
     BudgetPlacements,
-    GroupPlacements,
     PlacementTable,
 )
-from vllm_h2o.attention.reading_on import read_on
-from vllm_h2o.attention.transition import observe_prompt
+from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.life import RowPlan
@@ -113,7 +111,7 @@ def make_layers(config, blocks=()):
             for i in range(2)
         ]
     if not blocks:
-        return layers, GroupPlacements(layers)
+        return layers, None
     config = layers[0].impl.h2o
     layout = SlotLayout.of_blocks(config, 16, 4)
     budgets = (2, 4)[-len(blocks) :]
@@ -132,13 +130,13 @@ def make_layers(config, blocks=()):
     for layer, part in zip(layers, table.parts(), strict=True):
         layer.impl.placements = part
     if len(budgets) == 1:
-        return layers, GroupPlacements(layers, True)
+        return layers, RowPlacements(True)
     ladder = Ladder(16, budgets, (150, 256), 0.25)
     by_budget = BudgetPlacements(
         table, config, ladder, table.capacity, lambda blocks, *_: by_blocks[blocks]
     )
     by_budget.make_all(1)
-    return layers, GroupPlacements(layers, True, by_budget)
+    return layers, RowPlacements(True, by_budget)
 
 
 def tokens(num_tokens, num_heads=3):
@@ -166,14 +164,15 @@ LARGE, SMALL = [[2, 6, 4], [6, 2, 4]], [[1, 3, 2], [3, 1, 2]]
 def layers(request, engine, launched):
     """After a first step of any kind: it copies what never changes to the device."""
     builder, config = engine
-    layers, group = make_layers(config, request.param)
-    builder.bind(builder.step, group)
+    layers, placements = make_layers(config, request.param)
+    builder.bind(builder.step, layers, placements)
     forward(layers, H2OMetadata(builder.spec), 1)
     assert not launched
     return layers
 
 
 @pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.rule("R7")
 def test_decode(engine, layers, launched, padding):
     """Also in a step in which heads switch to their own budgets, or these grow."""
     builder, _ = engine
@@ -187,19 +186,19 @@ def test_decode(engine, layers, launched, padding):
     metadata, _ = build(builder, rows, padding, guard=no_waiting)
     with no_waiting():
         forward(layers, metadata, len(rows) + padding)
-    switch = TRANSITION * len(builder.by_head)
+    switch = TRANSITION * len(layers) * builder.placements.by_head
     assert launched == growth + switch + DECODE * len(layers)
 
 
 def test_rows_that_stay_dense_beside_int8(launched):
     builder, config = make_builder(h2o_resident_dtype="int8")
-    layers, group = make_layers(config)
+    layers, placements = make_layers(config)
     step = builder.spec.page_size_bytes // 4
     for layer in layers:
         cache = torch.empty(40 * step, device=DEVICE)
         shape = (40, 3, 16, 128), (step, 128, 384, 1)
         layer.kv_cache = cache.as_strided(*shape)
-    builder.bind(builder.step, group)
+    builder.bind(builder.step, layers, placements)
     forward(layers, H2OMetadata(builder.spec), 1)
     rows = {**DECODES, "whole": RowPlan(40, 1, 30, 64, 64)}
     metadata, _ = build(builder, rows, 1, guard=no_waiting)
@@ -212,33 +211,36 @@ def test_decode_beside_prompts(engine, layers, launched):
     """All but the prompts' attention itself, which is stock vLLM's."""
     builder, _ = engine
     metadata, _ = build(builder, {**PROMPT, **DECODES}, guard=no_waiting)
-    mine = replace(metadata, stock=None, observed=[])
+    mine = replace(metadata, stock=None, prompts=[])
     with no_waiting():
         forward(layers, mine, 8)
     assert launched == DECODE * len(layers)
+
+
+def with_params(layer, config, **own):
+    """A layer as it is bound, but for some constants."""
+    bound = layer.impl._layer
+    params = replace(bound.params, **own)
+    params.device_tables  # noqa: B018  What never changes goes to the device now.
+    return replace(bound, config=config, params=params)
 
 
 @pytest.mark.parametrize("gate", [None, "by the gate"])
 def test_transition(engine, layers, launched, gate):
     builder, _ = engine
     metadata, _ = build(builder, PROMPT, guard=no_waiting)
-    (prompt,) = metadata.observed
+    (prompt,) = metadata.prompts
     query = tokens(prompt.tokens.stop, 9)[prompt.tokens]
     if gate:
         weights = torch.empty(3, 2 * 64 + 4, device=DEVICE)
         gate = LayerGate(weights, Rotation(torch.empty(1024, 64, device=DEVICE)), 3)
-    params = [replace(layer.impl._params, gate=gate) for layer in layers]
-    for own in params:
-        own.device_tables  # noqa: B018  What never changes goes to the device now.
     config = layers[0].impl.h2o
     if gate:
         config = replace(config, prompt_score="gate", head_budgets="auto")
+    bound = [with_params(layer, config, gate=gate) for layer in layers]
     with no_waiting():
-        for layer, own in zip(layers, params, strict=True):
-            observe_prompt(
-                query, layer.impl._dense, layer.impl._pages, prompt, layer.layer_name,
-                config, own, torch.empty_like(query),
-            )  # fmt: skip
+        for layer, mine in zip(layers, bound, strict=True):
+            prompt.attend(layer.layer_name, mine, query, torch.empty_like(query))
     scoring = ["gate_kernel"] if gate else ["lse_kernel", "observe_kernel"]
     prompt.transitions.run()  # on a device all has been done at once
     assert launched == [*scoring, *TRANSITION] * len(layers) and not prompt.layers
@@ -249,28 +251,19 @@ def test_reading_on(engine, layers, launched):
     builder, _ = engine
     rows = {"reads": RowPlan(100, 5, 105, 73, 64, chunk_start=90, scored_from=58)}
     metadata, _ = build(builder, rows, guard=no_waiting)
-    (row,) = metadata.reading
+    (row,) = metadata.prompts
     weights = torch.empty(3, 2 * 64 + 4, device=DEVICE)
     gate = LayerGate(weights, Rotation(torch.empty(1024, 64, device=DEVICE)), 3)
     frequencies = torch.empty(32, dtype=torch.float64, device=DEVICE)
     moving = MovingKeys(Reach(limit=40, step=20, chunk=20), frequencies, True)
     own = {"gate": gate, "method": Sum(0.9), "moving": moving}
-    params = [replace(layer.impl._params, **own) for layer in layers]
-    for own in params:
-        own.device_tables  # noqa: B018  What never changes goes to the device now.
     config = replace(layers[0].impl.h2o, prompt_score="gate", head_budgets="auto")
-    query = tokens(5, 9)
+    bound, query = [with_params(layer, config, **own) for layer in layers], tokens(5, 9)
     with no_waiting():
-        for layer, own in zip(layers, params, strict=True):
-            read_on(
-                query, layer.impl._dense, layer.impl._pages, row, layer.layer_name,
-                config, own, torch.empty_like(query),
-            )  # fmt: skip
-        moved = [
-            ScoredLayer(x.impl._pages, {}, y)
-            for x, y in zip(layers, params, strict=True)
-        ]
-        triton.move_keys(moved, replace(row.chunk, end=row.chunk.start))
+        for layer, mine in zip(layers, bound, strict=True):
+            row.attend(layer.layer_name, mine, query, torch.empty_like(query))
+        moved = [ScoredLayer(mine.pages, {}, mine.params) for mine in bound]
+        triton.move_keys(moved, row.chunk.held)
     # Out of the slots for the queries, once more at the chunk's end, and into them;
     # out and in for keys that move.
     assert launched == ["held_kernel"] * 5 * len(layers) and not row.layers

@@ -54,6 +54,7 @@ def split(requests, name, num_tokens=300, budget=BUDGET_BLOCKS * BLOCK, is_fixed
     return blocks
 
 
+@pytest.mark.rule("R13")
 def test_the_running_have_places_and_those_that_are_gone_make_room(requests):
     for name in ("a", "b"):
         split(requests, name)

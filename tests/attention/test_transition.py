@@ -15,7 +15,7 @@ from tests.attention.test_decode import (
     threads,
 )
 from tests.pairs import in_pairs
-from vllm_h2o.attention.ops import ResidentRows, ScoredLayer, cpu, reference
+from vllm_h2o.attention.ops import Held, ResidentRows, ScoredLayer, cpu, reference
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
@@ -86,7 +86,8 @@ def check(
         )
         placement = placement_of(num_tokens, source, by_head)
         with threads(number):
-            kernel.transition(layers, source, TABLE, placement, num_tokens // 2, config)
+            held = Held(TABLE, placement, num_tokens)
+            kernel.transition(layers, source, held, num_tokens // 2, config)
         results.append([layer.pages for layer in layers])
     expected_pages, *kernels = results
     pairs = [zip(expected_pages, pages, strict=True) for pages in kernels]
@@ -105,6 +106,7 @@ def check(
     [1, 17, 48, 49, 80, 81, 160],
     [True, False],
 )
+@pytest.mark.rule("R2")
 def test_a_prompt(dtype, num_tokens, by_head):
     """Shorter than a page, at the budget, beyond that of the richest head."""
     config = H2OConfig(sinks=4, pooling=3)
@@ -176,7 +178,8 @@ def check_next_token(dtype, option, by_head, num_tokens, source):
         layers = make_layers(dtype, BLOCKS, num_tokens, params, by_head)
         found = [torch.full_like(query, float("nan")) for _ in layers]
         with threads(number):
-            kernel.transition(layers, source, TABLE, placement, num_tokens // 2, config)
+            held = Held(TABLE, placement, num_tokens)
+            kernel.transition(layers, source, held, num_tokens // 2, config)
             for layer, output in zip(layers, found, strict=True):
                 kernel.decode_resident(
                     query, key, value, layer.pages, rows, layer.params, output

@@ -8,7 +8,7 @@ import torch
 from tests.attention.triton_heads import CONFIG, make_layers, params_of
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from tests.pairs import in_pairs
-from vllm_h2o.attention.ops import Chunk, ScoredLayer, reference, triton
+from vllm_h2o.attention.ops import Chunk, Held, ScoredLayer, reference, triton
 from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.policy.methods import Sum
 from vllm_h2o.policy.reach import MovingKeys, Reach
@@ -32,8 +32,8 @@ def read_on(kernels, device, layer, dtype, grown_at, **how):
     dense = clone(dense, device)
     start, end = STEPS[0], STEPS[-1]
     chunk = Chunk(
-        start, end, end - 24, start - 32, end - 24, IN_TURN.to(device),
-        table[0].to(device), BY_HEAD, grown_at,
+        end, end - 24, start - 32, end - 24, IN_TURN.to(device),
+        Held(table[0].to(device), BY_HEAD, start, grown_at),
     )  # fmt: skip
     state, outputs = {}, []
     for first, last in zip(STEPS, STEPS[1:], strict=False):
@@ -52,9 +52,8 @@ def move_keys(kernels, device, layer, dtype, grown_at):
     layers, table = make_layers(dtype, HEAD_SIZE, SIZE, 1)
     own = [clone(pages, device) for pages in layers]
     params = replace(params_of(own, layer, SIZE), moving=moving(device))
-    blocks = table[0].to(device)
-    at = Chunk(100, 100, 100, 0, 0, blocks, blocks, BY_HEAD, grown_at)
-    kernels.move_keys([ScoredLayer(own[layer], {}, params)], at)
+    held = Held(table[0].to(device), BY_HEAD, 100, grown_at)
+    kernels.move_keys([ScoredLayer(own[layer], {}, params)], held)
     return layers, [clone(pages, "cpu") for pages in own]
 
 

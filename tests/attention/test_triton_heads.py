@@ -11,7 +11,7 @@ from tests.attention.triton_heads import (
     params_of,
 )
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
-from vllm_h2o.attention.ops import ScoredLayer, reference
+from vllm_h2o.attention.ops import Held, ScoredLayer, reference
 from vllm_h2o.attention.ops.triton import (
     copy_kept,
     launch,
@@ -66,7 +66,7 @@ def test_rings_are_put_in_order(num_tokens, grown_at, dtype):
     for op, device in ((reference.order_rings, "cpu"), (order_rings, DEVICE)):
         own = [clone(pages, device) for pages in layers]
         scored = [ScoredLayer(own[i], {}, params_of(own, i, 16)) for i in range(3)]
-        op(scored, table[0].to(device), BY_HEAD, num_tokens, grown_at)
+        op(scored, Held(table[0].to(device), BY_HEAD, num_tokens, grown_at))
         results.append([content(clone(pages, "cpu")) for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(actual, expected)
@@ -153,7 +153,8 @@ def test_tokens_come_from_pages_of_another_size(dense_size, dtype):
         own = [clone(pages, device) for pages in layers]
         state = {"attention": scores.to(device)}
         layer = ScoredLayer(own[0], state, params_of(own, 0, 16), clone(dense, device))
-        op([layer], blocks.to(device), resident.to(device), BY_HEAD, 60, CONFIG)
+        held = Held(resident.to(device), BY_HEAD, 75)
+        op([layer], blocks.to(device), held, 60, CONFIG)
         results.append([content(clone(pages, "cpu")) for pages in own])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(actual, expected)

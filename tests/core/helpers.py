@@ -131,7 +131,11 @@ def spec_beside(kind: str) -> KVCacheSpec:
 
 
 class Driver:
-    """A scheduler, and steps in flight whose outputs are made up."""
+    """A scheduler, and steps in flight whose outputs are made up.
+
+    What each step's plan must say is worked out here anew, from what requests ask for
+    alone: the rules of docs/design.md written a second time, without `policy/life.py`.
+    """
 
     def __init__(
         self,

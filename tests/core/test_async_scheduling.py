@@ -69,6 +69,7 @@ class AsyncDriver(Driver):
             self.overlapped_transitions += 1
 
 
+@pytest.mark.rule("R20")
 def test_dense_blocks_wait_for_the_transition_to_be_processed():
     driver = AsyncDriver(64, budget=64, chunk=200)
     driver.add(list(range(100, 230)), 20)
@@ -91,6 +92,7 @@ def test_dense_blocks_wait_for_the_transition_to_be_processed():
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.rule("R5")
 def test_two_steps_in_flight_with_aborts_and_preemptions(seed):
     rng = random.Random(seed)
     driver = AsyncDriver(40, budget=rng.choice([32, 64]), chunk=rng.choice([33, 200]))

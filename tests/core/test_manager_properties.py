@@ -202,6 +202,7 @@ class KeptLives(AsyncLives):
         KeptLives,
     ],
 )
+@pytest.mark.rule("R23")
 def test_pool_adds_up(machine):
     case = machine.TestCase()
     # As many examples as the profile says: tests/conftest.py.
@@ -211,6 +212,7 @@ def test_pool_adds_up(machine):
     case.runTest()
 
 
+@pytest.mark.rule("R20")
 def test_dense_blocks_are_gone_one_step_after_the_transition():
     driver = Driver(64, budget=64, chunk=200)
     name = driver.add(list(range(100, 230)), 20)
@@ -226,6 +228,7 @@ def test_dense_blocks_are_gone_one_step_after_the_transition():
     "prompt, generated, first_query",
     [(30, 34, 64), (30, 35, 10), (64, 1, 64), (64, 2, 44), (99, 1, 99), (10, 60, 0)],
 )
+@pytest.mark.rule("R4")
 def test_no_query_scores_where_nothing_will_compete(prompt, generated, first_query):
     """Nor where the first token is the last: nothing is decoded."""
     driver = Driver(64, window=20, budget=64, chunk=200)
@@ -239,6 +242,7 @@ def test_no_query_scores_where_nothing_will_compete(prompt, generated, first_que
 @pytest.mark.parametrize(
     "window, expected", [(1, 160), (16, 144), (17, 144), (18, 128), ("all", 0)]
 )
+@pytest.mark.rule("R22")
 def test_prefix_hits_leave_the_window(window, expected):
     driver = Driver(64, window, chunk=200)
     prompt = list(range(100, 261))
@@ -310,6 +314,7 @@ def test_a_request_within_the_budget_shares_and_publishes_as_stocks_do():
     driver.assert_pool_whole()
 
 
+@pytest.mark.rule("R4")
 def test_a_full_request_shares_and_publishes_as_stocks_do():
     """Beyond the budget too, beside one that is compressed."""
     driver = Driver(64, budget=64, chunk=200)
@@ -362,6 +367,7 @@ def test_a_budget_that_is_a_share_follows_its_request():
     driver.assert_pool_whole()
 
 
+@pytest.mark.rule("R14")
 def test_a_budget_of_its_own_leaves_the_rest_to_others():
     """In blocks, to the end, also after a preemption; counted as evicted."""
     driver = Driver(64, budget=96, chunk=200)
@@ -512,6 +518,7 @@ def test_a_preempted_request_within_the_budget_stays_whole():
 
 
 @pytest.mark.parametrize("window", [16, "all"])
+@pytest.mark.rule("R15")
 def test_manager_takes_what_it_announces(window):
     driver = Driver(64, window, budget=64, chunk=32)
     manager = driver.manager
@@ -545,6 +552,7 @@ def test_manager_takes_what_it_announces(window):
     driver.assert_pool_whole()
 
 
+@pytest.mark.rule("R21")
 def test_nothing_past_the_prompt_is_published():
     driver = Driver(64, chunk=200)
     name = driver.add(list(range(100, 131)), 40)
@@ -593,6 +601,7 @@ def test_a_session_that_would_outgrow_the_pool_ends_at_once():
     driver.assert_pool_whole()
 
 
+@pytest.mark.rule("R17")
 def test_a_chunk_is_at_least_two_budgets():
     driver = Driver(64, budget=64, prefill_chunk=16, chunk=500)
     name = driver.add(list(range(100, 300)), 20, report=True)
@@ -634,6 +643,7 @@ def kept_turn(driver, prompt=100, generated=20, **wishes):
     return list(driver.requests[name].all_token_ids)
 
 
+@pytest.mark.rule("R18")
 def test_the_next_turn_goes_on_from_what_the_last_has_held():
     driver = Driver(64, budget=64, chunk=200, keep="end")
     turn = kept_turn(driver) + [5] * 30
@@ -657,6 +667,7 @@ def test_the_next_turn_goes_on_from_what_the_last_has_held():
     driver.assert_pool_whole()
 
 
+@pytest.mark.rule("R11")
 def test_a_share_grows_while_the_next_turn_is_read():
     """At once, and where its chunk then ends: half of up to 128, 160 and 192 tokens."""
     driver = Driver(64, budget="50%", chunk=200, keep="end")
@@ -823,6 +834,7 @@ def test_the_same_once_more_takes_the_place_of_what_is_kept():
     assert driver.schedule().h2o_plan.copies
 
 
+@pytest.mark.rule("R18")
 def test_what_is_held_at_the_end_of_a_prompt_is_kept_while_it_answers():
     """For a turn that has another answer than was given: a copy, in free blocks."""
     driver = Driver(64, budget=64, chunk=200, keep="prompt", policy="gate")

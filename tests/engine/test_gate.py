@@ -12,8 +12,9 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
-from tests.engine.test_reference import sizes_of_heads
-from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
+from tests.reference.dense_h2o import DenseLlama, Sizes, Variant, generate
+from tests.reference.heads import gated_heads
+from tests.reference.sizes import sizes_of_heads
 
 pytestmark = pytest.mark.engine
 
@@ -29,47 +30,6 @@ OPTIONS = {
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": True,
 }
-
-
-def gated_heads(model, weights, base=Head):
-    """Heads of the dense reference that go by these weights, `[layers, heads, F]`."""
-    left = iter(weights.flatten(0, 1))
-
-    class GateHead(base):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.weights = next(left)
-
-        def scored(self, observed):
-            """Of a first chunk expected alone, of a later one beside what it gets."""
-            if self.kept.any():
-                return super().scored(observed)
-            return self.expected(0, observed.shape[1], 0)[0]
-
-        def first_of_chunk(self, start, window):
-            """All of a later chunk's queries count."""
-            return start
-
-        def expected(self, start, n, window):
-            """What each token is expected to get, as often as queries are meant."""
-            tokens = torch.arange(start, n)
-            keys = model.rope(self.past_keys[start:n, None], -tokens)[:, 0]
-            scores = []
-            for token, key, value in zip(
-                tokens.tolist(), keys, self.past_values[start:n], strict=True
-            ):
-                units = [x / x.norm() * len(x) ** 0.5 for x in (key, value)]
-                beside = [key.norm(), value.norm(), torch.tensor(float(n - token))]
-                beside = torch.stack(beside).log()
-                x = torch.cat([*units, beside, torch.ones(1)])
-                expected = max(float(x @ self.weights), 0.0) ** 4
-                queries = min(NUM_QUERIES, n - token)
-                scores.append(
-                    model.num_heads // model.num_kv_heads * expected * queries
-                )
-            return torch.tensor(scores), (n - tokens).clamp(max=NUM_QUERIES)
-
-    return GateHead
 
 
 def test_engine_equals_reference():

@@ -15,9 +15,9 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
-from tests.engine.test_gate import gated_heads
-from tests.engine.test_reference import own_sizes
-from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
+from tests.reference.dense_h2o import DenseLlama, Head, Variant, generate
+from tests.reference.heads import GrowingHead, gated_heads
+from tests.reference.sizes import own_sizes
 from vllm_h2o.attention.cpu_backend import H2OCPUBackend
 from vllm_h2o.attention.heads import HeadBudgets
 from vllm_h2o.policy.config import H2OConfig
@@ -46,36 +46,6 @@ def options_of(block):
         "enable_prefix_caching": True,
         "h2o_keep": "end",
     }
-
-
-class GrowingHead(Head):
-    """Has other sizes from the tokens on at which its request grows.
-
-    Until then heads may have parted; after that there is no budget common to all.
-    """
-
-    def __init__(self, growth, variant, common, sizes, capacity):
-        super().__init__(variant, common, sizes, capacity)
-        self.growth, self.average = growth, common
-
-    def grow(self, position):
-        if position in self.growth:
-            self.average, self.sizes = self.growth[position]
-            self.common = Sizes(0, 0, PAGE)
-
-    def read_on(self, attention):
-        """A chunk ends where the budget grows; only of rich heads neighbours share."""
-        self.grow(attention.shape[2] - attention.shape[1])
-        common, self.common = self.common, self.average
-        super().read_on(attention)
-        self.common = common
-
-    def make_room(self, position):
-        """What a larger budget has room for needs none."""
-        self.grow(position)
-        grown = position >= min(self.growth, default=position + 1)
-        if not grown or self.kept.sum() == self.sizes.budget:
-            super().make_room(position)
 
 
 def with_gate(profile):
@@ -154,6 +124,7 @@ def long_prompts():
         ),
     ],
 )
+@pytest.mark.rule("R10")
 def test_a_request_that_grows_equals_its_dense_reference(
     monkeypatch, tmp_path, by, block, prompts_of_block, num_tokens
 ):

@@ -14,9 +14,8 @@ import torch
 
 from benchmarks.forcing import forced, processor
 from tests.engine.helpers import assert_pool_whole, engine, scheduler
-from tests.engine.test_growth import GrowingHead, growth
+from tests.engine.test_growth import growth
 from tests.engine.test_parallel import SINKS, joined
-from tests.engine.test_reference import own_sizes, sizes_of_heads
 from tests.engine.tiny_models import (
     ROTATES_ALL_HEADS,
     random_prompts,
@@ -30,10 +29,11 @@ from tests.reference.dense_h2o import (
     DenseLfm2,
     DenseLlama,
     Head,
-    RoundedHead,
     Variant,
     generate,
 )
+from tests.reference.heads import GrowingHead, GrowingRoundedHead, RoundedHead
+from tests.reference.sizes import own_sizes, sizes_of_heads
 from vllm_h2o.attention.heads import HeadBudgets
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Ladder
@@ -58,10 +58,6 @@ OPTIONS = {
 }
 LENGTH = 80
 KINDS = RoundedHead, Head
-
-
-class GrowingRoundedHead(GrowingHead, RoundedHead):
-    """Also has other sizes when its request grows."""
 
 
 def start(folder, **options):

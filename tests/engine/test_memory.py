@@ -42,6 +42,7 @@ def held(llm):
     return pool(llm).num_gpu_blocks - 1 - pool(llm).get_num_free_blocks()
 
 
+@pytest.mark.rule("R3")
 def test_request_holds_its_budget_however_long(llm):
     resident, dense_blocks = BUDGET // BLOCK_SIZE, -(-PROMPT_TOKENS // BLOCK_SIZE)
     before = vllm_h2o.stats(llm)
@@ -69,6 +70,7 @@ def test_request_holds_its_budget_however_long(llm):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20])
+@pytest.mark.rule("R23")
 def test_abort_gives_everything_back(llm, steps):
     for i, prompt in enumerate(random_prompts(300, 150, 700)):
         add(llm, f"abort-{steps}-{i}", prompt, 100)
@@ -200,6 +202,7 @@ def run_until_preempted(llm, prompt, num_tokens, moment):
 
 
 @pytest.mark.parametrize("generated", [1, 40])
+@pytest.mark.rule("R16")
 def test_a_preempted_resident_goes_on_as_if_all_its_tokens_were_a_prompt(
     model, tight, generated
 ):

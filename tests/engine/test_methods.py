@@ -1,7 +1,6 @@
 """A method is one class: a whole engine runs it in plain torch."""
 
 import pytest
-import torch
 
 from benchmarks.smollm2 import ensure_model
 from tests.engine.helpers import (
@@ -11,40 +10,17 @@ from tests.engine.helpers import (
     outcome,
     prompts_of,
 )
-from tests.engine.test_reference import sizes_of_heads
 from tests.engine.tiny_models import random_prompts, save_llama
 from tests.policy.packages import example_of, install_kernels, install_method
 from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
+from tests.reference.heads import NormHead, PeakHead
+from tests.reference.sizes import sizes_of_heads
 from vllm_h2o.policy.methods import METHODS, add_from_packages
 from vllm_h2o.policy.profile import HeadProfile
 
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS, SIZES = 12, Sizes(64, 64, 32)
-
-
-class PeakHead(Head):
-    """The same in the dense reference."""
-
-    def scored(self, observed):
-        return observed.amax(dim=0)
-
-    def added(self, scores, attention):
-        return scores.maximum(attention)
-
-
-class NormHead(Head):
-    """The method `norm` in the dense reference."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.norms = torch.zeros_like(self.received)
-
-    def meet(self, first, values):
-        self.norms[first : first + len(values)] = values.abs().sum(dim=-1)
-
-    def scores(self, seen):
-        return super().scores(seen) * self.norms
 
 
 def options_of(name):

@@ -106,6 +106,7 @@ def outcomes(llm, prompts):
     return [*zip(tokens[:1] + tokens[2:], survivors, strict=True)]
 
 
+@pytest.mark.rule("R14")
 def test_side_by_side_each_is_as_alone(mixed, alone, prompts):
     """Cold, and with prefix hits; in chunks, whose steps decodes share."""
     expected = [alone[i] for i in range(len(ASKED))]

@@ -136,6 +136,7 @@ def joined(ranks):
         ),
     ],
 )
+@pytest.mark.rule("R6")
 def test_two_ranks_give_the_result_of_one(tmp_path, monkeypatch, budgets, options):
     options = dict(options)
     if save := options.pop("save", None):
@@ -172,6 +173,7 @@ def test_ranks_that_share_a_head_give_the_result_of_one_where_nothing_is_evicted
 @pytest.mark.parametrize(
     "budgets", [pytest.param("uniform", marks=pytest.mark.slow), "by head"]
 )
+@pytest.mark.rule("R6")
 def test_ranks_that_share_a_head_choose_by_their_own_queries(
     tmp_path, monkeypatch, budgets
 ):

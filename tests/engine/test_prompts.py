@@ -51,6 +51,7 @@ def siblings(model):
     return [prefix + tail for tail in tails]
 
 
+@pytest.mark.rule("R22")
 def test_prefix_hits_give_the_result_of_a_cold_cache(plain, cached, siblings):
     """Tokens and survivors: a greedy answer forgives a wrong one of these."""
     expected = [outcome(plain, prompt, NUM_TOKENS) for prompt in siblings]
@@ -146,6 +147,7 @@ def watch_prefill(llm):
     return computed
 
 
+@pytest.mark.rule("R8")
 def test_shared_blocks_are_never_modified(cached, siblings):
     engine_, manager = cached.llm_engine, scheduler(cached).h2o_managers[0]
     add(cached, "first", siblings[0], 80)

@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-import torch
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.smollm2 import ensure_model
@@ -18,8 +17,9 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
-from tests.engine.test_reference import sizes_of_heads
-from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
+from tests.reference.dense_h2o import DenseLlama, Sizes, Variant, generate
+from tests.reference.heads import MovingHead
+from tests.reference.sizes import sizes_of_heads
 from vllm_h2o.policy.profile import HeadProfile
 
 pytestmark = pytest.mark.engine
@@ -45,45 +45,13 @@ OPTIONS = {
 STEP, LIMIT = 80, 240
 
 
-class MovingHead(Head):
-    """Keys that are too far back move up before each token at a multiple of `STEP`."""
-
-    def __init__(self, model, *args):
-        super().__init__(*args)
-        self.model, self.places = model, torch.arange(len(self.kept))
-
-    def stretched(self, capacity):
-        other = super().stretched(capacity)
-        other.places = torch.arange(capacity)
-        other.places[: len(self.places)] = self.places
-        return other
-
-    def read_on(self, attention):
-        super().read_on(attention)
-        end = attention.shape[2]
-        for position in range(end - attention.shape[1], end):
-            self.move(position)
-
-    def make_room(self, position):
-        self.move(position)
-        super().make_room(position)
-
-    def move(self, position):
-        if position % STEP == 0:
-            held = torch.arange(len(self.places)) < position
-            far = held & (position - self.places > LIMIT)
-            by = torch.full((int(far.sum()),), STEP)
-            keys = self.past_keys[far]
-            self.past_keys[far] = self.model.rope(keys[:, None], by)[:, 0]
-            self.places[far] += STEP
-
-
+@pytest.mark.rule("R19")
 def test_engine_equals_reference():
     """By head, beside each other, in steps shorter than a chunk: of prompts of several
     chunks, whose last is short, or whole; of one that is no longer than a chunk. In a
     pool that holds none of the longest prompts, and after a preemption."""
     model, prompts = DenseLlama(ensure_model()), prompts_of(393, 320, 140)
-    head_class = functools.partial(MovingHead, model)
+    head_class = functools.partial(MovingHead, model, STEP, LIMIT)
     variant = Variant(48, 15, "mean", "token")
     profile = HeadProfile.load(SMOLLM2_HEADS)
     own = [
@@ -194,7 +162,7 @@ def _assert_goes_on(llm, model, expected, prompts, rules):
     assert_equal_densely(llm, prompts[:1], expected[:1], [{"keep": "prompt"}])
     before = generate(
         model, prompts[0], 1, [variant], common, own[0], chunk=CHUNK,
-        head_class=functools.partial(MovingHead, model),
+        head_class=functools.partial(MovingHead, model, STEP, LIMIT),
     )[0]  # fmt: skip
     turn = prompts[0] + more[50:110]
     result = generate(

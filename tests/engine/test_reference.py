@@ -19,8 +19,8 @@ from tests.engine.helpers import (
 from tests.engine.tiny_models import random_prompts, save_granite_swa, save_llama
 from tests.reference.dense_h2o import DenseLlama, Sizes, Variant
 from tests.reference.dense_h2o import generate as generate_densely
-from vllm_h2o.policy.ladder import length_class, lengths_of
-from vllm_h2o.policy.profile import HeadProfile, allocate
+from tests.reference.sizes import sizes_of_heads
+from vllm_h2o.policy.profile import HeadProfile
 
 pytestmark = pytest.mark.engine
 
@@ -103,6 +103,7 @@ def densely(folder, prompts, variants):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.rule("R2")
 def test_engine_equals_reference(llm, prompts, expected, variant):
     check_variant(llm, prompts, variant, expected)
 
@@ -127,6 +128,7 @@ def test_h2o_paper_equals_reference():
 
 
 @pytest.mark.parametrize("block", [pytest.param(32, marks=pytest.mark.slow), 128])
+@pytest.mark.rule("R12")
 def test_budgets_by_head_equal_reference(block):
     """Also of a request that fills the common budget while it generates.
 
@@ -186,29 +188,3 @@ def test_softmax_sinks_equal_reference(tmp_path):
         save_granite_swa(tmp_path), random_prompts(230, 400, 700, seed=2)
     ):
         pass
-
-
-def sizes_of_heads(profile, budget, page, longest, num_prompt, num_tokens):
-    """`[num_layers][num_kv_heads]`, of a budget that is a number: see `lengths_of`.
-
-    No head has more than the longest request's richest.
-    """
-    most_tokens = min(num_prompt + num_tokens, longest)
-    of_class = lengths_of(budget, longest)[
-        length_class(budget, longest, num_prompt, most_tokens)
-    ]
-    richest = longest
-    for length in (longest, of_class):
-        most = -(-length // page)
-        stretched = profile.stretched(most * page, budget)
-        split = allocate(stretched, page, budget // page, min(most, richest), 1)
-        richest = max(map(max, split))
-    return [[own_sizes(n, page) for n in layer] for layer in split]
-
-
-def own_sizes(blocks, block):
-    """Half heavy, half recent: of several blocks whole ones, the odd one recent."""
-    if blocks == 1:
-        return Sizes(block // 2, block // 2, block)
-    recent = (blocks + 1) // 2 * block
-    return Sizes(blocks * block - recent, recent, block)

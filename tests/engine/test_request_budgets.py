@@ -14,76 +14,15 @@ from tests.engine.helpers import (
     prompts_of,
     scheduler,
 )
-from tests.engine.test_reference import own_sizes
-from tests.reference.dense_h2o import DenseLlama, Head, Sizes, Variant, generate
+from tests.reference.dense_h2o import DenseLlama, Sizes, Variant, generate
+from tests.reference.heads import CakeHead, D2OHead
+from tests.reference.sizes import own_sizes
 
 pytestmark = pytest.mark.engine
 
 BLOCK, BUDGET_BLOCKS, LONGEST, NUM_TOKENS, WINDOW = 32, 8, 64, 12, 32
 BUDGET = BLOCK * BUDGET_BLOCKS
 COMMON = Sizes(BUDGET // 2, BUDGET // 2, BLOCK)
-
-
-class CakeHead(Head):
-    """Mean plus 200 times the variance, pooled by the mean of five."""
-
-    def read_prompt(self, attention):
-        """Also what layers are compared by."""
-        n = attention.shape[1]
-        first = n - WINDOW
-        seen = attention[:, first:].flatten(0, 1)
-        old = seen[:, :first]
-        self.of_tokens = torch.stack(
-            [score_of(attention[:, max(first, t) :, t]) for t in range(n)]
-        )
-        logs = old.clamp(min=torch.finfo(torch.float32).tiny).log()
-        self.preference = float(-(old * logs).sum() * old.var(dim=0).sum())
-        self.of_prompt = True
-        super().read_prompt(attention)
-        self.of_prompt = False
-
-    def scored(self, observed):
-        return observed.sum(dim=0)
-
-    def scores(self, seen):
-        return self.of_tokens if self.of_prompt else self.received
-
-    def pooled(self, value):
-        if not self.of_prompt:
-            return value
-        near = [value[max(i - 2, 0) : i + 3].sum() / 5 for i in range(len(value))]
-        return torch.stack(near)
-
-    @staticmethod
-    def shares(heads):
-        """Of the layers' heads: what each wishes, and how many blocks at least."""
-        return [head.preference for head in heads], [1] * len(heads)
-
-
-def score_of(attention):
-    """Of a prompt token that so much attention is paid, `[query heads, queries]`."""
-    variance = attention.var() if attention.numel() > 1 else 0
-    return attention.mean() + 200 * variance
-
-
-class D2OHead(Head):
-    """Sums of the attention; how unevenly they are spread is what layers differ in."""
-
-    def read_prompt(self, attention):
-        """Also what layers are compared by."""
-        sums = attention.sum(dim=(0, 1))
-        self.spread = float((sums - sums.mean()).square().mean())
-        super().read_prompt(attention)
-
-    @staticmethod
-    def shares(heads):
-        """Of the layers' heads: what each wishes, and how many blocks at least."""
-        spread = torch.tensor([head.spread for head in heads])
-        scaled = (spread - spread.min()) / (spread.max() - spread.min())
-        fewest = [1] * len(heads)
-        fewest[0] = fewest[1] = fewest[-1] = BUDGET_BLOCKS
-        wish = torch.exp(-scaled)
-        return (wish / wish.sum()).tolist(), fewest
 
 
 def blocks_of(heads, num_tokens):

@@ -55,6 +55,7 @@ def test_without_options_vllm_is_untouched(stock):
     }
 
 
+@pytest.mark.rule("R1")
 def test_budget_that_never_binds_gives_stock_tokens(stock, prompts):
     """Where a request can not outgrow it, and where it could but ends before; the pages
     of blocks of 128 differ between the two."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.attention.upkeep import Upkeep
 from vllm_h2o.attention.watch import HeldSlots, Watch
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.settings import parse_settings
@@ -48,12 +49,14 @@ class WorkerProbe:
             spec = dataclasses.replace(builder.spec, h2o=config)
             assert spec.page_layout.budget == builder.layout.budget
             builder.spec, builder.layout = spec, spec.page_layout
-            alike = alike and not builder.by_head
+            alike = alike and not builder.placements.by_head
+            layers = builder.upkeep._layers
+            builder.upkeep = Upkeep(spec, layers, builder.placements)
         for layer in self._layers().values():
             if alike:  # requests' own budgets are of the policy that was
                 layer.impl.placements = None
             layer.impl.h2o = config
-            layer.impl._bound = ()
+            layer.impl._bound_to = ()
         self._scoring = config
         if not hasattr(self, "_begin"):
             self._begin, self._step.begin = self._step.begin, self._begin_step

@@ -83,6 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "chunks", "by_head", "prompt_score"), CASES)
+@pytest.mark.rule("R7")
 def test_equals_the_cpu_path(run, profile, path, chunks, by_head, prompt_score):
     policy = POLICY | {"head_budgets": str(profile) if by_head else "uniform"}
     options = CHUNKS[chunks]

@@ -15,6 +15,7 @@ from vllm_h2o.policy.presets import PRESETS
     length=st.integers(1, 120),
     blocks=st.booleans(),
 )
+@pytest.mark.rule("R9")
 def test_ring_holds_the_most_recent_tokens(heavy, recent, length, blocks):
     size = 4
     layout = SlotLayout(size, heavy * size, recent * size, 0, blocks)
@@ -108,6 +109,7 @@ def test_first_observer():
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
     st.lists(st.integers(0, 30), min_size=3, max_size=3),
 )
+@pytest.mark.rule("R10")
 def test_slots_of_a_budget_that_grows(ratio, sinks, steps, waits):
     """A token takes the next free slot; if there is none, that of the oldest recent."""
     config = H2OConfig(recent_ratio=ratio, sinks=sinks, budget=4096)

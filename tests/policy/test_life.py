@@ -43,6 +43,7 @@ def life_of(num_tokens, most, climb=NUMBER, chunk=0, window=20, gated=False, **w
         (10, 70, {}, 0),
     ],
 )
+@pytest.mark.rule("R4")
 def test_queries_score_where_something_will_compete(
     num_tokens, most, wishes, first_query
 ):
@@ -65,6 +66,7 @@ def test_by_the_gate_no_query_has_to_run():
     assert (life.must_run, life.resumes_at()) == (99, 0)
 
 
+@pytest.mark.rule("R15")
 def test_blocks_of_a_prompt_then_of_slots():
     """A prompt of 100 in blocks of 16, then its budget of 64 slots for good."""
     life = life_of(100, 150)
@@ -100,6 +102,7 @@ def test_a_share_grows_with_its_request():
         life.grow(250)
 
 
+@pytest.mark.rule("R17")
 def test_a_prompt_in_chunks_is_a_row_for_each():
     """Of 128 tokens: twice the budget, though 16 were asked for."""
     life = life_of(200, 220, chunk=16)

@@ -24,6 +24,7 @@ def places():
     return np.array(of_tokens)
 
 
+@pytest.mark.rule("R19")
 def test_the_closed_form_is_what_moving_step_by_step_gives(places):
     births = torch.arange(places.shape[1])
     for num_tokens, place in enumerate(places):

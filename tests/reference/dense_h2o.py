@@ -551,23 +551,6 @@ class Head:
         return self.kept.nonzero().flatten().tolist()
 
 
-class RoundedHead(Head):
-    """Decodes from keys and values in int8, rounded once by their largest element."""
-
-    def read_prompt(self, attention: torch.Tensor) -> None:
-        super().read_prompt(attention)
-        self.round(slice(attention.shape[1]))
-
-    def meet(self, first: int, values: torch.Tensor) -> None:
-        if first:
-            self.round(slice(first, first + len(values)))
-
-    def round(self, tokens: slice) -> None:
-        for vectors in (self.past_keys[tokens], self.past_values[tokens]):
-            step = vectors.abs().amax(dim=-1, keepdim=True) / 127
-            vectors.copy_((vectors / step).round() * step)
-
-
 @dataclass
 class Result:
     """Tokens, survivors by layer and KV head, and losses of one variant.

@@ -19,12 +19,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.attention import ops
 from vllm_h2o.attention.gate import LayerGate
+from vllm_h2o.attention.layer import BoundLayer
 from vllm_h2o.attention.metadata import H2OMetadata
-from vllm_h2o.attention.ops import Chunk, DecodeParams, ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops import Chunk, DecodeParams, Held, ResidentRows, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
-from vllm_h2o.attention.reading_on import read_on
-from vllm_h2o.attention.transition import observe_prompt
 from vllm_h2o.core.settings import h2o_config, longest_request
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.config import H2OConfig
@@ -119,7 +118,8 @@ class H2OImpl(_StockImpl):
         self.placements: LayerPlacements | None = None
         self.gate: LayerGate | None = None
         self.rotation: Rotation | None = None
-        self._bound: tuple[Any, ...] = ()
+        self._bound: BoundLayer | None = None
+        self._bound_to: tuple[Any, ...] = ()
 
     def resolve(
         self, config: H2OConfig, gate: LayerGate | None, rotation: Rotation | None
@@ -136,12 +136,12 @@ class H2OImpl(_StockImpl):
     @property
     def pages(self) -> Pages:
         """Of the cache that the layer has last run on, those of resident blocks."""
-        return self._pages
+        return self._layer.pages
 
     @property
     def layout(self) -> SlotLayout:
         """The slots of a head on average."""
-        return self._params.layout
+        return self._layer.params.layout
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
         """View the cache as the platform's stock kernels lay it out, with our state."""
@@ -192,20 +192,12 @@ class H2OImpl(_StockImpl):
                 layer, query, key, value, kv_cache, metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
-        self._bind(kv_cache, metadata.spec)
+        bound = self._bind(kv_cache, metadata.spec)
         if metadata.stock is not None:
             self._forward_prompts(layer, query, key, value, kv_cache, metadata, output)
-        for prompt in metadata.observed:
+        for prompt in metadata.prompts:
             tokens = prompt.tokens
-            observe_prompt(
-                query[tokens], self._dense, self._pages, prompt, layer.layer_name,
-                self.h2o, self._params, output[tokens],
-            )  # fmt: skip
-        for row in metadata.reading:
-            read_on(
-                query[row.tokens], self._dense, self._pages, row, layer.layer_name,
-                self.h2o, self._params, output[row.tokens],
-            )  # fmt: skip
+            prompt.attend(layer.layer_name, bound, query[tokens], output[tokens])
         if metadata.resident is not None:
             self._decode(
                 (query, key, value, output), metadata.resident,
@@ -233,15 +225,14 @@ class H2OImpl(_StockImpl):
             filled: `[pages of the budget]` int32 of the request's resident blocks;
                 None: no state is needed.
         """
-        self._bind(kv_cache, spec)
-        if filled is None:
-            return ScoredLayer(self._pages, {}, self._params)
-        held = filled.long()
-        state = {
-            name: mine[held].transpose(0, 1).flatten(1)
-            for name, mine in self._pages.state.items()
-        }
-        return ScoredLayer(self._pages, state, self._params)
+        layer, state = self._bind(kv_cache, spec), {}
+        if filled is not None:
+            held = filled.long()
+            state = {
+                name: mine[held].transpose(0, 1).flatten(1)
+                for name, mine in layer.pages.state.items()
+            }
+        return ScoredLayer(layer.pages, state, layer.params)
 
     def warm_up(
         self,
@@ -256,18 +247,17 @@ class H2OImpl(_StockImpl):
             spec: The layer's.
             padding: Batches to decode.
         """
-        self._bind(kv_cache, spec)
-        pages, params, layout = self._pages, self._params, spec.page_layout
+        bound, layout = self._bind(kv_cache, spec), spec.page_layout
+        pages, dense, params = bound.pages, bound.dense, bound.params
         position = layout.budget
         zeros = functools.partial(torch.zeros, device=kv_cache.device)
-        dense, num_kv_heads = self._dense, pages.keys.shape[1]
+        num_kv_heads = pages.keys.shape[1]
         dtype = kv_cache.dtype
         query = zeros(1, self.num_heads, self.head_size, dtype=dtype)
         state = {name: zeros(num_kv_heads, position + 1) for name in pages.state}
         resident = zeros(layout.budget_blocks + 1, dtype=torch.int32)
         prompt = zeros(cdiv(position + 1, dense.block_size), dtype=torch.int32)
-        layer, kernels = ScoredLayer(pages, state, params, dense), params.kernels
-        assert kernels is not None
+        layer, kernels = ScoredLayer(pages, state, params, dense), params.operations
         if params.gate is None:
             kernels.observe(query, dense, prompt, position, state, params)
         else:
@@ -275,17 +265,18 @@ class H2OImpl(_StockImpl):
         placements, placement = params.placements, UNIFORM
         if placements is not None and placements.table.has(BY_HEAD):
             placement = BY_HEAD
-        kernels.transition([layer], prompt, resident, placement, position, self.h2o)
+        held = Held(resident, placement, position)
+        kernels.transition([layer], prompt, held, position, self.h2o)
         if placements is not None and placements.grows:
-            kernels.order_rings([layer], prompt, placement, position, 0)
+            kernels.order_rings([layer], Held(prompt, placement, position))
         if self.h2o.reads_on:
-            chunk = Chunk(position, position + 1, 0, 0, 0, prompt, resident, placement)
+            chunk = Chunk(position + 1, 0, 0, 0, prompt, held)
             output, state = torch.empty_like(query), {}
             kernels.read_on(query, position, dense, pages, chunk, state, params, output)
             layer = ScoredLayer(pages, state, params, dense)
             kernels.compress_chunk([layer], chunk, self.h2o)
             if params.moving is not None:
-                kernels.move_keys([layer], dataclasses.replace(chunk, end=position))
+                kernels.move_keys([layer], held)
         for rows in padding:
             query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
             key = query[:, :num_kv_heads]
@@ -294,21 +285,28 @@ class H2OImpl(_StockImpl):
     def unbind(self) -> None:
         """Let go of a cache: vLLM makes one only to measure graphs with."""
         if hasattr(self, "_bound"):
-            self._bound, self.placements = (), None
-            self.__dict__.pop("_pages", None)
-            self.__dict__.pop("_dense", None)
-            self.__dict__.pop("_dense_params", None)
-            self.__dict__.pop("_params", None)
+            self._bound, self._bound_to, self.placements = None, (), None
 
-    def _bind(self, kv_cache: torch.Tensor, spec: H2OAttentionSpec) -> None:
+    @property
+    def _layer(self) -> BoundLayer:
+        assert self._bound is not None, "it has not run on a cache"
+        return self._bound
+
+    def _bind(self, kv_cache: torch.Tensor, spec: H2OAttentionSpec) -> BoundLayer:
         """View the pages once: vLLM binds the cache after the impl is made."""
-        bound = (kv_cache.data_ptr(), kv_cache.shape, self.placements, self.h2o, spec)
-        if bound == self._bound:
-            return
-        self._pages = self._dense = self.view_resident(kv_cache, spec)
+        bound_to = (
+            kv_cache.data_ptr(),
+            kv_cache.shape,
+            self.placements,
+            self.h2o,
+            spec,
+        )
+        if bound_to == self._bound_to:
+            return self._layer
+        pages = dense = self.view_resident(kv_cache, spec)
         if not spec.pages_are_blocks:
-            self._dense = self.view_dense(kv_cache)
-        self._params = DecodeParams(
+            dense = self.view_dense(kv_cache)
+        params = DecodeParams(
             layout=spec.page_layout,
             scale=self.scale,
             softcap=float(self.logits_soft_cap or 0.0),
@@ -322,13 +320,15 @@ class H2OImpl(_StockImpl):
             kernels=ops.kernels_of(kv_cache.device),
             moving=self._moving(spec, kv_cache.device),
         )
-        self._dense_params = dataclasses.replace(
-            self._params, layout=spec.dense_layout, placements=None
+        of_dense = dataclasses.replace(
+            params, layout=spec.dense_layout, placements=None
         )
         if not kv_cache.is_cpu:
             # Copied to the device now: no later step, and no capture of one, may.
-            _ = self._params.device_tables
-        self._bound = bound
+            _ = params.device_tables
+        self._bound = BoundLayer(self.h2o, pages, dense, params, of_dense)
+        self._bound_to = bound_to
+        return self._bound
 
     def _moving(
         self, spec: H2OAttentionSpec, device: torch.device
@@ -380,11 +380,10 @@ class H2OImpl(_StockImpl):
         else:
             query, key, value = (part[tokens] for part in inputs)
             mine = torch.empty_like(output[: len(tokens)])
-        pages, params = self._pages, self._params
+        pages, params = self._layer.pages, self._layer.params
         if rows.stay_dense:
-            pages, params = self._dense, self._dense_params
-        assert params.kernels is not None
-        params.kernels.decode_resident(query, key, value, pages, rows, params, mine)
+            pages, params = self._layer.dense, self._layer.dense_params
+        params.operations.decode_resident(query, key, value, pages, rows, params, mine)
         if tokens is not None:
             output[tokens] = mine
 

@@ -10,6 +10,7 @@ prompt's step of one token is not taken for a decode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -36,7 +37,7 @@ from vllm_h2o.attention.ops.triton import (
     slots_with_logits,
 )
 from vllm_h2o.attention.pages import Pages
-from vllm_h2o.attention.placements import ALIKE, GroupPlacements
+from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -103,16 +104,20 @@ class _CUDABuilder(H2OMetadataBuilder):
             )  # fmt: skip
         return scratch
 
-    def bind(self, step: StepRows, group: GroupPlacements = ALIKE) -> None:
+    def bind(
+        self,
+        step: StepRows,
+        layers: Sequence[Any] = (),
+        placements: RowPlacements | None = None,
+    ) -> None:
         """See the base class."""
         # By placement, those of the layer that has the most.
         self._slots = np.array([self.spec.num_kv_heads * self.layout.budget])
-        layers = [layer.impl.placements for layer in group.layers]
-        for placements in filter(None, layers):
-            slots = placements.sizes[..., 0].sum(dim=1).numpy()
+        for part in filter(None, (layer.impl.placements for layer in layers)):
+            slots = part.sizes[..., 0].sum(dim=1).numpy()
             self._slots = np.maximum(self._slots[: len(slots)], slots)
         assert self._slots.max() <= self.spec.most_slots, "the scratch is too small"
-        super().bind(step, group)
+        super().bind(step, layers, placements)
 
     def _pack(
         self, plan: ResidencyPlan, placements: npt.NDArray[np.int32]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,16 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_h2o.attention.ops import Chunk, ResidentRows, ScoredLayer
-from vllm_h2o.attention.placements import ALIKE, Budget, GroupPlacements
-from vllm_h2o.attention.reading_on import ReadingRow, chunk_of
+from vllm_h2o.attention.ops import Chunk, Held, ResidentRows
+from vllm_h2o.attention.placements import Budget
+from vllm_h2o.attention.prompts import PromptRow
 from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.attention.rows import RowTensors, select_rows
 from vllm_h2o.attention.step import StepRows
-from vllm_h2o.attention.transition import ObservedPrompt
+from vllm_h2o.attention.upkeep import Upkeep
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
+from vllm_h2o.policy.chunks import first_scoring
 from vllm_h2o.policy.life import RowPlan
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class H2OMetadata:
         stock: Metadata of the prefilling rows that the stock backend attends to, or
             None.
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
-        observed: Prefilling rows with observation queries or their transition.
-        reading: Rows that read later chunks of their prompts.
+        prompts: Rows whose prompts score, are read on, or are compressed.
         resident: The resident rows, or None.
         resident_tokens: `[num_rows]` int64 indices; None: the whole batch, one
             token per row.
@@ -56,8 +55,7 @@ class H2OMetadata:
     spec: H2OAttentionSpec
     stock: Any = None
     stock_tokens: torch.Tensor | None = None
-    observed: list[ObservedPrompt] = field(default_factory=list)
-    reading: list[ReadingRow] = field(default_factory=list)
+    prompts: list[PromptRow] = field(default_factory=list)
     resident: ResidentRows | None = None
     resident_tokens: torch.Tensor | None = None
     dense: ResidentRows | None = None
@@ -93,9 +91,8 @@ class H2OMetadataBuilder(_Stock):
             return
         self.spec: H2OAttentionSpec = kv_cache_spec
         self.layout = kv_cache_spec.page_layout
-        self.layers: Sequence[Any] = ()
-        self.by_head: Sequence[Any] = ()
         self.placements = RowPlacements()
+        self.upkeep = Upkeep(self.spec, (), self.placements)
         # No graph of decodes has more rows, in either model runner.
         max_rows = vllm_config.scheduler_config.max_num_seqs
         scratch = self._decode_scratch(vllm_config, max_rows)
@@ -117,20 +114,25 @@ class H2OMetadataBuilder(_Stock):
         """`ResidentRows.logit_starts` of the rows, where there is a scratch."""
         raise NotImplementedError
 
-    def bind(self, step: StepRows, group: GroupPlacements = ALIKE) -> None:
+    def bind(
+        self,
+        step: StepRows,
+        layers: Sequence[Any] = (),
+        placements: RowPlacements | None = None,
+    ) -> None:
         """Connect the builder to the worker's steps.
 
         Args:
             step: The steps.
-            group: How requests have their slots.
+            layers: vLLM's `Attention` modules, in order.
+            placements: Of the slots of rows; None: all heads of all requests have the
+                engine's budget.
         """
         assert self.compresses
-        self.step, self.layers = step, group.layers
-        self.by_head = group.layers if group.by_head else ()
-        self.placements = RowPlacements(
-            group.by_head, group.by_budget, lambda: step.transitions.by_request
-        )
-        self._tensors.bind(group.by_head or group.by_budget is not None)
+        self.step, self.placements = step, placements or RowPlacements()
+        step.groups.append(self.placements)
+        self.upkeep = Upkeep(self.spec, layers, self.placements)
+        self._tensors.bind(self.placements.has_several)
 
     def build(
         self,
@@ -149,20 +151,15 @@ class H2OMetadataBuilder(_Stock):
         metadata = H2OMetadata(self.spec)
         decodes = rows.decodes
         if not decodes.all():
-            reading = ~rows.decodes & (rows.chunk_starts > 0)
-            prompts = np.flatnonzero(~decodes & ~reading).tolist()
-            metadata.observed = self._observed(common, rows, prompts)
-            for i in np.flatnonzero(reading).tolist():
-                metadata.reading.append(self._reading(common, rows, i))
-            stock = [i for i in prompts if not self._attends(common, rows.row(i))]
+            metadata.prompts = [*self._prompts(common, rows)]
+            dense = np.flatnonzero(~decodes & (rows.chunk_starts == 0)).tolist()
+            stock = [i for i in dense if not self._attends(common, rows.row(i))]
             if stock:
                 index = torch.tensor(stock)
-                dense, metadata.stock_tokens = select_rows(common, index)
-                metadata.stock = super().build(common_prefix_len, dense, fast_build)
+                part, metadata.stock_tokens = select_rows(common, index)
+                metadata.stock = super().build(common_prefix_len, part, fast_build)
         if decodes.any():
-            self._let_grow(common, rows)
-            self._switch_to_head_budgets(common, rows)
-            self._move_keys(common, rows)
+            self.upkeep.run(rows, common.block_table_tensor)
             self._add_decodes(metadata, common, rows, decodes)
         for watcher in self.step.watchers:
             watcher(self, common.block_table_tensor, rows)
@@ -281,7 +278,7 @@ class H2OMetadataBuilder(_Stock):
             assert rows.grown_at is not None
             async_tensor_h2d(plan.grown_at, out=rows.grown_at[: len(placements)])
         table = common.block_table_tensor[:num_rows]
-        resident = self.resident_pages(table, self.layout.budget)
+        resident = self.spec.resident_pages(table, self.layout.budget)
         rows.block_table.copy_(resident)
         if plan.stay_dense.any():
             # No query has scored what is in dense blocks.
@@ -293,18 +290,6 @@ class H2OMetadataBuilder(_Stock):
                 rows.positions.masked_fill_(stay, -1)
         return rows
 
-    def resident_pages(self, table: torch.Tensor, num_slots: int) -> torch.Tensor:
-        """The pages of so many slots in the blocks of rows.
-
-        Args:
-            table: `[.., columns]` int32, of the block table.
-            num_slots: Of a head on average.
-        """
-        first = self.spec.dense_columns
-        blocks = table[..., first : first + cdiv(num_slots, self.spec.block_slots)]
-        pages = self.spec.cut.pages(blocks)
-        return pages[..., : cdiv(num_slots, self.spec.page_slots)]
-
     def padding(self) -> Iterator[ResidentRows]:
         """Batches of 1, 2, 4 .. rows that touch no page."""
         num_rows = 1
@@ -313,124 +298,53 @@ class H2OMetadataBuilder(_Stock):
                 yield tensors.padding(num_rows)
             num_rows *= 2
 
-    def _let_grow(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
-        """Lay out what rows hold whose budget grows; see `_switch_to_head_budgets`.
-
-        In pages that are theirs already, so that no other row's are touched. One that
-        reads on is laid out when its chunk ends.
-        """
-        grows = rows.decodes & (rows.num_computed_tokens == rows.grown_at)
-        for i in np.flatnonzero(grows).tolist():
-            row, request_id = rows.row(i), rows.request_ids[i]
-            pages = self.resident_pages(common.block_table_tensor[i], row.grown_from)
-            layers = self._scored(self.layers)
-            before = self.placements.index(request_id, Budget(row.grown_from), True)
-            kernels = layers[0].params.kernels
-            assert kernels is not None
-            kernels.order_rings(layers, pages, before, row.grown_at, row.grown_before)
-            self.placements.grow(request_id, row.budget)
-
-    def _switch_to_head_budgets(
-        self, common: CommonAttentionMetadata, rows: ResidencyPlan
-    ) -> None:
-        """Give heads their own slots in rows that have just filled the budget.
-
-        Here and not in the forward pass: counts alone say which rows these are,
-        and a page that a layer borrows must not be written before its lender's
-        heads have switched. So all layers come first, and no graph contains it.
-        """
-        if not self.by_head:
-            return
-        filled = rows.decodes & (rows.num_computed_tokens == rows.budgets)
-        filled &= rows.grown_at == 0
-        for i in np.flatnonzero(filled).tolist():
-            row = rows.row(i)
-            pages = self.resident_pages(common.block_table_tensor[i], row.budget)
-            layers = self._scored(self.by_head, pages)
-            placement = self.placements.index(rows.request_ids[i], Budget.of(row), True)
-            kernels = layers[0].params.kernels
-            assert kernels is not None
-            kernels.transition(
-                layers, pages, pages, placement, row.first_query, self.spec.h2o
-            )
-
-    def _move_keys(self, common: CommonAttentionMetadata, rows: ResidencyPlan) -> None:
-        """Move up the keys of rows that get out of reach; in their own pages."""
-        if (reach := self.spec.reach) is None:
-            return
-        moves = rows.decodes & ~rows.stay_dense
-        moves &= reach.moves_at(rows.num_computed_tokens)
-        for i in np.flatnonzero(moves).tolist():
-            row, num_tokens = rows.row(i), int(rows.num_computed_tokens[i])
-            pages = self.resident_pages(common.block_table_tensor[i], row.budget)
-            layers = self._scored(self.layers)
-            placement = self.placements.index(rows.request_ids[i], Budget.of(row), True)
-            nothing_new = Chunk(
-                num_tokens, num_tokens, num_tokens, 0, 0, pages, pages, placement,
-                row.grown_at,
-            )  # fmt: skip
-            kernels = layers[0].params.kernels
-            assert kernels is not None
-            kernels.move_keys(layers, nothing_new)
-
-    def _scored(
-        self, layers: Sequence[Any], filled: torch.Tensor | None = None
-    ) -> list[ScoredLayer]:
-        """Layers; with the state of a request that has filled these resident pages."""
-        return [
-            layer.impl.scored_layer(layer.kv_cache, self.spec, filled)
-            for layer in layers
-        ]
-
     def _attends(self, common: CommonAttentionMetadata, row: RowPlan) -> bool:
         """Whether our kernel, which is causal, attends in this step of a prompt."""
         scores = row.mostly_scores and not self.spec.h2o.gated
         return self.attends_observed and scores and common.causal is True
 
-    def _reading(
-        self, common: CommonAttentionMetadata, rows: ResidencyPlan, i: int
-    ) -> ReadingRow:
-        """A row that reads a later chunk."""
+    def _prompts(
+        self, common: CommonAttentionMetadata, rows: ResidencyPlan
+    ) -> Iterator[PromptRow]:
+        """Rows whose prompts score, are read on, or are compressed in this step."""
         assert self.step is not None
-        row, request_id = rows.row(i), rows.request_ids[i]
-        table, starts = common.block_table_tensor[i], common.query_start_loc_cpu
-        placement = self.placements.index(request_id, Budget.of(row), True)
-        chunk = chunk_of(
-            row, self.spec.h2o, table[: cdiv(row.chunk_end, self.spec.block_size)],
-            self.resident_pages(table, row.budget), placement,
-        )  # fmt: skip
-        tokens = slice(int(starts[i]), int(starts[i + 1]))
-        return ReadingRow(request_id, self.step.transitions, tokens, row, chunk)
-
-    def _observed(
-        self, common: CommonAttentionMetadata, rows: ResidencyPlan, prompts: list[int]
-    ) -> list[ObservedPrompt]:
-        assert self.step is not None
-        observed = []
-        starts = common.query_start_loc_cpu.tolist()
-        size = self.spec.block_size
-        for i in prompts:
-            row = rows.row(i)
+        starts, size = common.query_start_loc_cpu.tolist(), self.spec.block_size
+        for i in np.flatnonzero(~rows.decodes).tolist():
+            row, resident = rows.row(i), None
             end = row.num_computed_tokens + row.num_scheduled_tokens
             scores = row.num_scoring and not self.spec.h2o.gated
-            if not scores and not row.is_transition:
+            if not scores and not row.is_transition and not row.chunk_start:
                 continue
-            table = common.block_table_tensor[i]
-            resident = None
-            if row.is_transition:
-                resident = self.resident_pages(table, min(end, row.budget))
-            observed.append(
-                ObservedPrompt(
-                    request_id=rows.request_ids[i],
-                    transitions=self.step.transitions,
-                    tokens=slice(starts[i], starts[i + 1]),
-                    plan=row,
-                    dense_blocks=table[: cdiv(end, size)],
-                    resident_pages=resident,
-                    place=functools.partial(
-                        self.placements.of_transition, rows.request_ids[i], row
-                    ),
-                    attends=self._attends(common, row),
-                )
+            table, chunk = common.block_table_tensor[i], None
+            if row.chunk_start:
+                end = row.chunk_end
+                chunk = self._later_chunk(rows.request_ids[i], row, table)
+            elif row.is_transition:
+                resident = self.spec.resident_pages(table, min(end, row.budget))
+            yield PromptRow(
+                request_id=rows.request_ids[i],
+                transitions=self.step.transitions,
+                placements=self.placements,
+                tokens=slice(starts[i], starts[i + 1]),
+                plan=row,
+                blocks=table[: cdiv(end, size)],
+                resident=resident,
+                attends=self._attends(common, row),
+                chunk=chunk,
             )
-        return observed
+
+    def _later_chunk(self, request_id: str, row: RowPlan, table: torch.Tensor) -> Chunk:
+        """What a row reads beside what is held."""
+        return Chunk(
+            row.chunk_end,
+            first_scoring(row.chunk_start, row.first_query, self.spec.h2o.gated),
+            row.scored_from,
+            row.first_query,
+            table[: cdiv(row.chunk_end, self.spec.block_size)],
+            Held(
+                self.spec.resident_pages(table, row.budget),
+                self.placements.index(request_id, Budget.of(row), True),
+                row.chunk_start,
+                row.grown_at,
+            ),
+        )

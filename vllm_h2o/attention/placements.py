@@ -264,26 +264,6 @@ class BudgetPlacements:
             self._table.put(index + BY_HEAD, self._split(blocks, climbs, length_class))
 
 
-@dataclass(frozen=True)
-class GroupPlacements:
-    """How requests have their slots in a KV cache group.
-
-    Attributes:
-        layers: vLLM's `Attention` modules, in order.
-        by_head: Whether heads have budgets of their own once a request fills its
-            budget.
-        by_budget: Where requests of each budget are; None: all have the engine's.
-    """
-
-    layers: Sequence[Any] = ()
-    by_head: bool = False
-    by_budget: BudgetPlacements | None = None
-
-
-ALIKE = GroupPlacements()
-"""All heads of all requests have the engine's budget."""
-
-
 class RequestPlacements:
     """Who has which placement of a table, where each request has its own."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,6 +17,7 @@ from vllm_h2o.attention.placements import (
 from vllm_h2o.core.plan import ResidencyPlan
 from vllm_h2o.policy.life import RowPlan
 from vllm_h2o.policy.methods import Queries
+from vllm_h2o.policy.placement import Placement
 
 _MOST_CLASSES = 128
 """Length classes of a budget: more than the longest request has."""
@@ -35,7 +34,7 @@ class RowPlacements:
         self,
         by_head: bool = False,
         by_budget: BudgetPlacements | None = None,
-        by_request: Callable[[], RequestPlacements | None] = lambda: None,
+        by_request: RequestPlacements | None = None,
     ) -> None:
         """Choose for rows of an engine.
 
@@ -43,16 +42,38 @@ class RowPlacements:
             by_head: Whether heads have budgets of their own.
             by_budget: Where requests with budgets of their own are; None: all have the
                 engine's.
-            by_request: Where requests are that split their slots each in its own way,
-                while there is a cache; None: nowhere.
+            by_request: Where requests are that split their slots each in its own way;
+                None: nowhere.
         """
-        self._by_head, self._by_budget = by_head, by_budget
+        self.by_head, self._by_budget = by_head, by_budget
         self._by_request = by_request
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are placements beside that of the engine's budget."""
+        return self.by_head or self._by_budget is not None
+
+    @property
+    def split_requests(self) -> bool:
+        """Whether requests split their slots each in its own way."""
+        return self._by_request is not None
+
+    def own(self, request_id: str) -> Placement | None:
+        """The placement of a request that has split its slots in its own way."""
+        by_request = self._by_request
+        if by_request is None or not by_request.has(request_id):
+            return None
+        return by_request.table.placement(by_request.index(request_id))
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that has finished, or whose prompt is read again."""
+        if self._by_request is not None:
+            self._by_request.drop(request_id)
 
     def index(self, request_id: str, budget: Budget, filled: bool) -> int:
         """Index of a request's placement, before or after it has filled its budget."""
-        switched = filled and self._by_head
-        by_request = self._by_request()
+        switched = filled and self.by_head
+        by_request = self._by_request
         if switched and by_request is not None:
             return by_request.index(request_id)
         by_budget = self._by_budget
@@ -72,9 +93,9 @@ class RowPlacements:
             for each, is_fixed in (divmod(budget, 2) for budget in budgets.tolist())
             for slots, length_class in [divmod(each, _MOST_CLASSES)]
         ]
-        switched = BY_HEAD if self._by_head else UNIFORM
+        switched = BY_HEAD if self.by_head else UNIFORM
         indices = np.array(uniform, np.int32)[of_row] + np.where(filled, switched, 0)
-        by_request = self._by_request()
+        by_request = self._by_request
         if by_request is not None:
             for i in np.flatnonzero(filled).tolist():
                 indices[i] = by_request.index(rows.request_ids[i])
@@ -82,27 +103,22 @@ class RowPlacements:
 
     def grow(self, request_id: str, budget: int) -> None:
         """Let a request's own placement grow, if it has one, to a budget of slots."""
-        by_request = self._by_request()
+        by_request = self._by_request
         if by_request is not None:
             by_request.grow(request_id, budget)
 
-    def of_transition(
-        self, request_id: str, row: RowPlan, layers: list[ScoredLayer]
-    ) -> int:
-        """Index of the placement that a prompt's transition is to.
-
-        Where requests split their slots each in its own way, this one does so now.
+    def split(self, request_id: str, row: RowPlan, layers: list[ScoredLayer]) -> None:
+        """Split the slots of a request whose prompt ends, where each does so.
 
         Args:
             request_id: The request.
             row: Its counts.
             layers: All evicting layers, with what the prompt's tokens have got.
         """
-        by_request, budget = self._by_request(), Budget.of(row)
-        if by_request is not None:
-            num_tokens, group = row.chunk_end, layers[0].params.group
-            tokens = torch.arange(num_tokens)
-            queries = Queries(tokens, row.first_query, num_tokens, group)
-            states = [layer.state for layer in layers]
-            by_request.split(request_id, states, queries, budget)
-        return self.index(request_id, budget, row.chunk_end > row.budget)
+        if self._by_request is None:
+            return
+        num_tokens, group = row.chunk_end, layers[0].params.group
+        tokens = torch.arange(num_tokens)
+        queries = Queries(tokens, row.first_query, num_tokens, group)
+        states = [layer.state for layer in layers]
+        self._by_request.split(request_id, states, queries, Budget.of(row))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from vllm_h2o.attention.transition import Transitions
+from vllm_h2o.attention.prompts import Transitions
+from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.core.plan import ResidencyPlan
 
 
@@ -18,6 +19,8 @@ class StepRows:
         self.request_ids: Callable[[], Sequence[str]] = tuple
         """Returns the request ids in the row order of the batch."""
         self.transitions = Transitions()
+        self.groups: list[RowPlacements] = []
+        """The placements of each KV cache group that is compressed."""
         self.watchers: list[Callable[[Any, torch.Tensor, ResidencyPlan], None]] = []
         """Told of each step by each builder, with its block table; see watch.py."""
         self._plan: ResidencyPlan | None = None
@@ -31,12 +34,15 @@ class StepRows:
                 last step.
         """
         self._plan = plan
-        for request_id in gone:
-            if request_id not in plan.kept:
-                self.transitions.forget(request_id)
+        self._forget(name for name in gone if name not in plan.kept)
         self.transitions.run()
-        for request_id in plan.kept:  # another may go on from what was due of these
+        self._forget(plan.kept)  # another may go on from what was due of these
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
             self.transitions.forget(request_id)
+            for group in self.groups:
+                group.forget(request_id)
 
     def end(self) -> None:
         """Forget the plan: what runs now is a dummy run."""
@@ -45,6 +51,7 @@ class StepRows:
     def clear(self) -> None:
         """Forget all requests: the KV cache goes."""
         self.transitions.clear()
+        self.groups.clear()
         self.watchers.clear()
 
     @property

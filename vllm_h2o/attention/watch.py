@@ -103,15 +103,15 @@ class Watch:
                     row.grown_at, row.grown_from,
                 )  # fmt: skip
                 self.requests[request_id] = request
-            pages = builder.resident_pages(table[i], builder.layout.budget)
+            pages = builder.spec.resident_pages(table[i], builder.layout.budget)
             request.pages |= dict.fromkeys(builder.layer_names, pages.cpu().long())
 
     def _placement(
         self, builder: H2OMetadataBuilder, request_id: str, budget: Budget
     ) -> Placement | None:
         """That which the request has once it fills its budget, if there is one yet."""
-        if self._step.transitions.by_request is not None:
-            return self._own_placement(request_id)
+        if builder.placements.split_requests:
+            return builder.placements.own(request_id)
         index = builder.placements.index(request_id, budget, True)
         if index == UNIFORM:
             return None
@@ -119,10 +119,8 @@ class Watch:
         return impl.placements.table.placement(index)
 
     def _own_placement(self, request_id: str) -> Placement | None:
-        placements = self._step.transitions.by_request
-        if placements is None or not placements.has(request_id):
-            return None
-        return placements.table.placement(placements.index(request_id))
+        own = (group.own(request_id) for group in self._step.groups)
+        return next(filter(None, own), None)
 
     def held(self, request_id: str) -> Iterator[HeldSlots]:
         """What each KV head of each layer holds of a request.

@@ -25,6 +25,7 @@ from vllm_h2o.policy.reach import Reach
 from vllm_h2o.policy.request import RequestLimits
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -160,6 +161,17 @@ class H2OAttentionSpec(FullAttentionSpec):
     def dense_columns(self) -> int:
         """Block table columns that are the prompt's."""
         return cdiv(self.max_model_len, self.block_size)
+
+    def resident_pages(self, table: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """The pages of so many slots in the resident blocks of rows.
+
+        Args:
+            table: `[.., columns]` int32, of the block table.
+            num_slots: Of a head on average.
+        """
+        first = self.dense_columns
+        blocks = table[..., first : first + cdiv(num_slots, self.block_slots)]
+        return self.cut.pages(blocks)[..., : cdiv(num_slots, self.page_slots)]
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Columns of the worker's block table."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -13,11 +13,10 @@ from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.placements import (
     BY_HEAD,
     BudgetPlacements,
-    GroupPlacements,
     PlacementTable,
     RequestPlacements,
 )
-from vllm_h2o.attention.transition import Transitions
+from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.calibration.head_profiles import check_profile
 from vllm_h2o.calibration.ranks import own_kv_heads
 from vllm_h2o.calibration.resolve import Resolved
@@ -49,15 +48,15 @@ class Tables:
         self._vllm_config, self._resolved = vllm_config, resolved
         self._evicting = sum(len(builder.layer_names) for builder in builders)
 
-    def make(
-        self, builder: H2OMetadataBuilder, transitions: Transitions
-    ) -> GroupPlacements:
+    def make(self, builder: H2OMetadataBuilder) -> tuple[list[Any], RowPlacements]:
         """Make the table of a KV cache group, and give its layers theirs.
 
         Args:
             builder: The group's.
-            transitions: The engine's; get the placements of requests that share out
-                their budgets each in its own way.
+
+        Returns:
+            vLLM's `Attention` modules of the group in order, and where their rows have
+            their slots.
         """
         spec, layout = builder.spec, builder.layout
         names = sorted(builder.layer_names, key=extract_layer_index)
@@ -65,7 +64,7 @@ class Tables:
         layers = [modules[name] for name in names]
         by_head, limits = self._has_head_budgets(builder), self._resolved.limits(spec)
         if not by_head and not limits.has_several:
-            return GroupPlacements(layers)
+            return layers, RowPlacements()
         requests = self._vllm_config.scheduler_config.max_num_seqs
         pages = [layer.impl.view_resident(layer.kv_cache, spec) for layer in layers]
         longest = -(-spec.max_model_len // spec.page_slots)
@@ -91,16 +90,17 @@ class Tables:
         table = PlacementTable(pages, layout, most, end + own_places)
         if split:
             table.put(BY_HEAD, engines)
+        by_request = None
         if own_places:
-            transitions.by_request = RequestPlacements(table, spec.h2o, layout, end)
+            by_request = RequestPlacements(table, spec.h2o, layout, end)
         for layer, part in zip(layers, table.parts(), strict=True):
             layer.impl.placements = part
         if not has_several:
-            return GroupPlacements(layers, by_head)
+            return layers, RowPlacements(by_head, None, by_request)
         by_budget = BudgetPlacements(table, spec.h2o, limits.ladder, end, split)
         if on_ladder:
             by_budget.make_all(classes)
-        return GroupPlacements(layers, by_head, by_budget)
+        return layers, RowPlacements(by_head, by_budget, by_request)
 
     def _has_head_budgets(self, builder: H2OMetadataBuilder) -> bool:
         """Whether the heads of a KV cache group have budgets of their own."""

@@ -167,9 +167,9 @@ class H2OWorker(H2OCalls, _Stock):
         builders = [builder for _, builder in self._h2o_builders()]
         assert self._resolved is not None
         tables = Tables(self.vllm_config, self._resolved, builders)
+        self._step.groups.clear()
         for builder in builders:
-            group = tables.make(builder, self._step.transitions)
-            builder.bind(self._step, group)
+            builder.bind(self._step, *tables.make(builder))
 
     @property
     def _h2o_layers(self) -> dict[str, Any]:

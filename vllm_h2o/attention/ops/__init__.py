@@ -13,6 +13,7 @@ from vllm_h2o.attention.ops.contract import Capability, Kernels
 from vllm_h2o.attention.ops.types import (
     Chunk,
     DecodeParams,
+    Held,
     Kept,
     ResidentRows,
     ScoredLayer,
@@ -20,7 +21,8 @@ from vllm_h2o.attention.ops.types import (
 from vllm_h2o.policy.options import shown
 
 __all__ = [
-    "KERNELS", "Capability", "Chunk", "DecodeParams", "Kept", "Kernels", "ResidentRows",
+    "KERNELS", "Capability", "Chunk", "DecodeParams", "Held", "Kept", "Kernels",
+    "ResidentRows",
     "ScoredLayer", "kernels_of", "named_kernels",
 ]  # fmt: skip
 

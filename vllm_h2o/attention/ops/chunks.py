@@ -18,7 +18,7 @@ from vllm_h2o.attention.ops.resident import (
     scales_of,
     tokens_of,
 )
-from vllm_h2o.attention.ops.types import Chunk, DecodeParams, ScoredLayer
+from vllm_h2o.attention.ops.types import Chunk, DecodeParams, Held, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import place_of
@@ -44,7 +44,7 @@ def read_on(
     hold: Hold | None = None,
 ) -> None:
     """See `Kernels.read_on`; `hold` finds what heads hold, None: page by page."""
-    heads = (hold or HeldHeads)(pages, chunk, params).heads
+    heads = (hold or HeldHeads)(pages, chunk.held, chunk.end, params).heads
     most_held = max(held.count for held in heads)
     end = first_position + len(query)
     if not state:
@@ -87,7 +87,8 @@ def compress_chunk(
     for layer in layers:
         params, device = layer.params, layer.pages.keys.device
         fresh = torch.arange(chunk.start, chunk.end, device=device)
-        held_heads = (hold or HeldHeads)(layer.pages, chunk, params)
+        where = layer.pages, chunk.held, chunk.end, params
+        held_heads = (hold or HeldHeads)(*where)
         heads = held_heads.heads
         most_held = max(held.count for held in heads)
         expected = _expected(layer, chunk)
@@ -106,23 +107,22 @@ def compress_chunk(
 
 
 def move_keys(
-    layers: Sequence[ScoredLayer], chunk: Chunk, *, hold: Hold | None = None
+    layers: Sequence[ScoredLayer], held: Held, *, hold: Hold | None = None
 ) -> None:
     """See `Kernels.move_keys`; `hold` as of `read_on`."""
     for layer in layers:
         pages, moving = layer.pages, layer.params.moving
         if moving is None:
             continue
-        held_heads = (hold or HeldHeads)(pages, chunk, layer.params)
-        for held in held_heads.heads:
-            content = _content(held, pages)
-            content["keys"] = moving.moved(
-                content["keys"], held.births, chunk.start, chunk.start + 1
-            )
+        end = held.num_tokens
+        held_heads = (hold or HeldHeads)(pages, held, end, layer.params)
+        for head in held_heads.heads:
+            content = _content(head, pages)
+            content["keys"] = moving.moved(content["keys"], head.births, end, end + 1)
             for name in layer.params.method.fields:
-                content[name] = held.get(name, held.slots)
+                content[name] = head.get(name, head.slots)
             for what, mine in content.items():
-                held.put(what, held.slots, mine)
+                head.put(what, head.slots, mine)
         held_heads.write()
 
 
@@ -141,21 +141,24 @@ class HeldHead:
     def __init__(
         self,
         pages: Pages,
-        chunk: Chunk,
+        held: Held,
+        end: int,
         head: int,
         params: DecodeParams,
         content: Content,
     ) -> None:
-        """Look at a head beside a chunk; `content` has what is in its slots."""
+        """Look at a head before tokens up to `end`; `content` has what is in its
+        slots."""
         self.head, self._content, self._quantized = head, content, pages.quantized
-        placement, num_kv_heads = chunk.placement, pages.keys.shape[1]
+        placement, num_kv_heads = held.placement, pages.keys.shape[1]
         self.layout = params.layouts_of(placement, num_kv_heads)[head]
-        before, grown_at = self.layout.budget, chunk.grown_at
+        before, grown_at = self.layout.budget, held.grown_at
         if grown_at:
             assert params.placements is not None
             before = params.placements.held(placement, head)
-        self.count = min(place_of(chunk.start, grown_at, before), self.layout.budget)
-        self.most_places = place_of(chunk.end, grown_at, before)
+        places = place_of(held.num_tokens, grown_at, before)
+        self.count = min(places, self.layout.budget)
+        self.most_places = place_of(end, grown_at, before)
         slots = torch.arange(self.count, device=pages.keys.device)
         births = self.get("births", slots)
         self.slots = births.argsort(stable=True)
@@ -202,19 +205,25 @@ class HeldHeads:
         heads: All of them.
     """
 
-    def __init__(self, pages: Pages, chunk: Chunk, params: DecodeParams) -> None:
-        """Look at all heads."""
-        rows = rows_of_slots(chunk.resident, chunk.placement)
-        self.heads = [
-            HeldHead(pages, chunk, head, params, Resident(pages, rows, 0, head, params))
+    def __init__(
+        self, pages: Pages, held: Held, end: int, params: DecodeParams
+    ) -> None:
+        """Look at all heads, before tokens up to `end`."""
+        rows = rows_of_slots(held.pages, held.placement)
+        contents = [
+            Resident(pages, rows, 0, head, params)
             for head in range(pages.keys.shape[1])
+        ]
+        self.heads = [
+            HeldHead(pages, held, end, head, params, content)
+            for head, content in enumerate(contents)
         ]
 
     def write(self) -> None:
         """Write what has been put, where that is not done at once."""
 
 
-Hold = Callable[[Pages, Chunk, DecodeParams], HeldHeads]
+Hold = Callable[[Pages, Held, int, DecodeParams], HeldHeads]
 
 
 def _begin(
@@ -333,7 +342,8 @@ def _select(
         state = method.recounted(state, looked, now)
     queries = Queries(positions, first, chunk.end, params.group)
     scores = score(state, queries)[None].clone()  # of some methods it is their state
-    if config.prompt_pooling > 1 and layout.budget >= params.budget_of(chunk.placement):
+    has_room = layout.budget >= params.budget_of(chunk.held.placement)
+    if config.prompt_pooling > 1 and has_room:
         fresh = scores[:, held.count :]
         scores[:, held.count :] = method.pool(fresh, config.prompt_pooling)
     gone = held.most_places - len(positions)

@@ -10,6 +10,7 @@ import torch
 from vllm_h2o.attention.ops.types import (
     Chunk,
     DecodeParams,
+    Held,
     ResidentRows,
     ScoredLayer,
 )
@@ -64,8 +65,7 @@ class Kernels(Protocol):
         self,
         layers: Sequence[ScoredLayer],
         source_blocks: torch.Tensor,
-        target_blocks: torch.Tensor,
-        placement: int,
+        held: Held,
         first_query: int,
         config: H2OConfig,
     ) -> None:
@@ -80,23 +80,15 @@ class Kernels(Protocol):
                 Where pages are int8, what comes from others is rounded.
             source_blocks: int32 pages of `ScoredLayer.source`, the token at position p
                 in page `p // block_size`, offset `p % block_size`.
-            target_blocks: `[>= cdiv(min(tokens, budget), block_size)]` int32 pages of
-                `ScoredLayer.pages`, of the request's resident blocks; pass the same
-                tensor as `source_blocks` to rearrange a request in place.
-            placement: Index of how the slots are split.
+            held: Where it goes: `[>= cdiv(min(tokens, budget), block_size)]` pages of
+                `ScoredLayer.pages`; pass the same tensor as `source_blocks` to
+                rearrange a request in place.
             first_query: Position of the first query that scored.
             config: The policy.
         """
         ...
 
-    def order_rings(
-        self,
-        layers: Sequence[ScoredLayer],
-        blocks: torch.Tensor,
-        placement: int,
-        num_tokens: int,
-        grown_at: int,
-    ) -> None:
+    def order_rings(self, layers: Sequence[ScoredLayer], held: Held) -> None:
         """Put the ring's tokens into its slots in the order of their births.
 
         For a request whose budget is about to grow, in each KV head: what it holds then
@@ -104,10 +96,7 @@ class Kernels(Protocol):
 
         Args:
             layers: The layers; their state is not used.
-            blocks: `[>= budget_blocks]` int32 pages of its resident blocks.
-            placement: Index of how its slots are split until now.
-            num_tokens: Of the sequence.
-            grown_at: Of them when the budget grew before; 0: it has not.
+            held: What the request holds, by its placement until now.
         """
         ...
 
@@ -266,12 +255,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def move_keys(self, layers: Sequence[ScoredLayer], chunk: Chunk) -> None:
+    def move_keys(self, layers: Sequence[ScoredLayer], held: Held) -> None:
         """Move the keys up that get out of reach (`policy.reach`), where they are.
 
         Args:
             layers: The layers; their state is not used. Of those whose keys are not
                 rotated none moves.
-            chunk: An empty one, whose `start` and `end` are the tokens read.
+            held: What the request holds of the tokens that have been read.
         """
         ...

@@ -20,6 +20,7 @@ from vllm_h2o.attention.ops.resident import (
 )
 from vllm_h2o.attention.ops.types import (
     DecodeParams,
+    Held,
     Kept,
     ResidentRows,
     ScoredLayer,
@@ -75,15 +76,14 @@ def decode_resident(
 def transition(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
-    target_blocks: torch.Tensor,
-    placement: int,
+    held: Held,
     first_query: int,
     config: H2OConfig,
 ) -> None:
     """See `Kernels.transition`: its two halves, layer by layer."""
     for layer in layers:
-        kept = select(layer.state, placement, first_query, config, layer.params)
-        copy_kept(layer, source_blocks, target_blocks, placement, kept)
+        kept = select(layer.state, held.placement, first_query, config, layer.params)
+        copy_kept(layer, source_blocks, held.pages, held.placement, kept)
 
 
 def select(
@@ -163,18 +163,12 @@ def copy_kept(
         put_merged(pages, target_blocks, placement, kept, merges, params)
 
 
-def order_rings(
-    layers: Sequence[ScoredLayer],
-    blocks: torch.Tensor,
-    placement: int,
-    num_tokens: int,
-    grown_at: int,
-) -> None:
+def order_rings(layers: Sequence[ScoredLayer], held: Held) -> None:
     """See `Kernels.order_rings`."""
-    counts = [torch.tensor([n]) for n in (num_tokens, 0, placement, grown_at)]
-    position, first_query, index, grown = counts
+    counts = held.num_tokens, 0, held.placement, held.grown_at
+    position, first_query, index, grown = (torch.tensor([n]) for n in counts)
     rows = ResidentRows(
-        blocks[None], position, first_query, placements=index, grown_at=grown
+        held.pages[None], position, first_query, placements=index, grown_at=grown
     )
     for layer in layers:
         for head in range(layer.pages.keys.shape[1]):

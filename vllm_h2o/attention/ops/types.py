@@ -58,31 +58,47 @@ class ResidentRows:
 
 
 @dataclass(frozen=True, eq=False)
+class Held:
+    """What a request holds in resident pages.
+
+    Attributes:
+        pages: `[>= budget_blocks]` int32 numbers in the first dimension of `Pages`.
+        placement: Index of how the slots are split.
+        num_tokens: Of the sequence that it is of.
+        grown_at: Of them when the budget last grew, see `ResidentRows`.
+    """
+
+    pages: torch.Tensor
+    placement: int = UNIFORM
+    num_tokens: int = 0
+    grown_at: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """Prompt tokens of a request that are read beside what it holds of earlier ones.
 
     Attributes:
-        start: Position of the first of the tokens: those before it were compressed.
-        end: Behind the last.
+        end: Position behind the last of the tokens.
         first_scoring: Position of the first of their queries that scores.
         scored_from: Position of the first query that has scored what is held.
         first_query: Of the first query that what stays will count as scored by.
         blocks: `[>= cdiv(end, block_size)]` int32 dense blocks of the chunk's tokens,
             by position.
-        resident: `[>= budget_blocks]` int32 pages of the request's resident blocks.
-        placement: Index of how its slots are split.
-        grown_at: Tokens of the sequence when its budget last grew, see `ResidentRows`.
+        held: Of the tokens before them, which were compressed.
     """
 
-    start: int
     end: int
     first_scoring: int
     scored_from: int
     first_query: int
     blocks: torch.Tensor
-    resident: torch.Tensor
-    placement: int = UNIFORM
-    grown_at: int = 0
+    held: Held
+
+    @property
+    def start(self) -> int:
+        """Position of the first of the tokens."""
+        return self.held.num_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +136,12 @@ class DecodeParams:
     gate: LayerGate | None = None
     kernels: Kernels | None = None
     moving: MovingKeys | None = None
+
+    @property
+    def operations(self) -> Kernels:
+        """`kernels`, of a layer that has run."""
+        assert self.kernels is not None
+        return self.kernels
 
     @cached_property
     def fused_form(self) -> str | None:

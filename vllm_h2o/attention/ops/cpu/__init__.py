@@ -13,6 +13,7 @@ import torch
 from vllm_h2o.attention.ops import (
     Capability,
     DecodeParams,
+    Held,
     Kept,
     ResidentRows,
     ScoredLayer,
@@ -103,8 +104,7 @@ def decode_resident(
 def transition(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
-    target_blocks: torch.Tensor,
-    placement: int,
+    held: Held,
     first_query: int,
     config: H2OConfig,
 ) -> None:
@@ -113,16 +113,16 @@ def transition(
     The heads of all layers share out the threads: heads with budgets of their own
     have very different amounts of work. What is dropped is merged in torch.
     """
-    selection = select(layers, placement, first_query, config)
+    selection = select(layers, held.placement, first_query, config)
     if not layers[0].params.merge:
-        copy_kept(layers, source_blocks, target_blocks, selection)
+        copy_kept(layers, source_blocks, held.pages, selection)
         return
     for i, layer in enumerate(layers):  # one at a time: merged values take memory
         pages, kept = layer.pages, Kept(*selection.tokens[:, i])
         merges = reference.merge_dropped(layer.source, source_blocks, kept, layer.state)
-        copy_kept([layer], source_blocks, target_blocks, selection.of_layer(i))
+        copy_kept([layer], source_blocks, held.pages, selection.of_layer(i))
         reference.put_merged(
-            pages, target_blocks, placement, kept, merges, layer.params
+            pages, held.pages, held.placement, kept, merges, layer.params
         )
 
 
@@ -217,17 +217,12 @@ def copy_kept(
     _run(function, "copy_kept", selection.args)
 
 
-def order_rings(
-    layers: Sequence[ScoredLayer],
-    blocks: torch.Tensor,
-    placement: int,
-    num_tokens: int,
-    grown_at: int,
-) -> None:
+def order_rings(layers: Sequence[ScoredLayer], held: Held) -> None:
     """See `Kernels.order_rings`."""
+    blocks = held.pages
     assert blocks.dtype == torch.int32 and blocks.stride(0) == 1
-    counts = torch.tensor([num_tokens, grown_at])
-    index = torch.tensor([placement], dtype=torch.int32)
+    counts = torch.tensor([held.num_tokens, held.grown_at])
+    index = torch.tensor([held.placement], dtype=torch.int32)
     all_args = (TransitionArgs * len(layers))()
     for args, layer in zip(all_args, layers, strict=True):
         args.target = layer_args(layer.pages, layer.params, DecodeArgs)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import Chunk, DecodeParams, chunks
+from vllm_h2o.attention.ops import DecodeParams, Held, chunks
 from vllm_h2o.attention.ops.triton.growth import VARYING, copy_slots, staged_slots
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
@@ -62,16 +62,18 @@ def held_kernel(
 class StagedHeads(chunks.HeldHeads):
     """What the KV heads of a layer hold, copied out of their pages at once."""
 
-    def __init__(self, pages: Pages, chunk: Chunk, params: DecodeParams) -> None:
+    def __init__(
+        self, pages: Pages, held: Held, end: int, params: DecodeParams
+    ) -> None:
         """Copy it; what is put stays here until `write`."""
-        self._pages, self._chunk, self._params = pages, chunk, params
+        self._pages, self._held, self._params = pages, held, params
         num_kv_heads = pages.keys.shape[1]
-        self._shape = num_kv_heads, params.largest_of(chunk.placement, num_kv_heads)
+        self._shape = num_kv_heads, params.largest_of(held.placement, num_kv_heads)
         staged = staged_slots(pages, self._shape)
         self._run(staged, None)
         self.held = _parts(staged)
         self.heads = [
-            chunks.HeldHead(pages, chunk, head, params, StagedHead(self, head))
+            chunks.HeldHead(pages, held, end, head, params, StagedHead(self, head))
             for head in range(num_kv_heads)
         ]
 
@@ -96,15 +98,15 @@ class StagedHeads(chunks.HeldHeads):
         return staged_slots(self._pages, self._shape)
 
     def _run(self, staged: dict[str, torch.Tensor], slots: torch.Tensor | None) -> None:
-        pages, chunk, layout = self._pages, self._chunk, self._params.layout
+        pages, held, layout = self._pages, self._held, self._params.layout
         (num_kv_heads, most), head_size = self._shape, pages.keys.shape[2]
         tile = copied_tokens(head_size)
-        assert chunk.resident.is_contiguous()
+        assert held.pages.is_contiguous()
         held_kernel[(triton.cdiv(most, tile), num_kv_heads)](
             **page_arguments(pages),
             **table_arguments(self._params.device_tables), **staged,
-            slots=slots, blocks=chunk.resident, placement=chunk.placement,
-            num_tokens=chunk.start, grown_at=chunk.grown_at, most=most,
+            slots=slots, blocks=held.pages, placement=held.placement,
+            num_tokens=held.num_tokens, grown_at=held.grown_at, most=most,
             BACK=slots is not None, HEAD_SIZE=head_size, BLOCK_SIZE=layout.block_size,
             HEAVY=layout.heavy_slots, BUDGET=layout.budget,
             BLOCK_S=tile, BLOCK_D=triton.next_power_of_2(head_size), num_warps=4,

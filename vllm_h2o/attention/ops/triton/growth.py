@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import ScoredLayer
+from vllm_h2o.attention.ops import Held, ScoredLayer
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
     page_arguments,
@@ -131,14 +131,9 @@ def staged_slots(pages: Pages, shape: tuple[int, int]) -> dict[str, torch.Tensor
     }
 
 
-def order_rings(
-    layers: Sequence[ScoredLayer],
-    blocks: torch.Tensor,
-    placement: int,
-    num_tokens: int,
-    grown_at: int,
-) -> None:
+def order_rings(layers: Sequence[ScoredLayer], held: Held) -> None:
     """See `Kernels.order_rings`; through a copy of the rings of one layer."""
+    blocks, placement = held.pages, held.placement
     assert blocks.is_contiguous()
     for layer in layers:
         pages, params, layout = layer.pages, layer.params, layer.params.layout
@@ -151,7 +146,7 @@ def order_rings(
             **staged_slots(pages, state),
             **table_arguments(params.device_tables),
             "blocks": blocks, "placement": placement,
-            "num_tokens": num_tokens, "grown_at": grown_at, "most": most,
+            "num_tokens": held.num_tokens, "grown_at": held.grown_at, "most": most,
             "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
             "HEAVY": layout.heavy_slots, "BUDGET": layout.budget,
             "BLOCK_S": tile, "BLOCK_D": triton.next_power_of_2(head_size),

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import Kept, ScoredLayer
+from vllm_h2o.attention.ops import Held, Kept, ScoredLayer
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
     page_arguments,
@@ -125,15 +125,14 @@ def scatter_kernel(
 def transition(
     layers: Sequence[ScoredLayer],
     source_blocks: torch.Tensor,
-    target_blocks: torch.Tensor,
-    placement: int,
+    held: Held,
     first_query: int,
     config: H2OConfig,
 ) -> None:
     """See `Kernels.transition`."""
     for layer in layers:
-        kept = select(layer.state, placement, first_query, config, layer.params)
-        copy_kept(layer, source_blocks, target_blocks, placement, kept)
+        kept = select(layer.state, held.placement, first_query, config, layer.params)
+        copy_kept(layer, source_blocks, held.pages, held.placement, kept)
 
 
 def copy_kept(

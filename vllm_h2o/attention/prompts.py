@@ -1,0 +1,222 @@
+"""Prompts: scored or read beside what is held, and compressed where a chunk ends.
+
+A prompt that is read whole is one chunk. The first chunk is read densely, by stock's
+attention or ours; its queries, or the gate, score it. A later one is read beside what
+is held of those before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_h2o.attention.layer import BoundLayer
+from vllm_h2o.attention.ops import Chunk, Held, ScoredLayer
+from vllm_h2o.attention.placements import Budget
+from vllm_h2o.attention.row_placements import RowPlacements
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.life import RowPlan
+from vllm_h2o.policy.methods import State, starts_at_zero
+
+PartialStates = dict[str, State]
+"""Of a prompt whose observation window spans steps, by layer name."""
+
+
+class Transitions:
+    """What is due of an engine's requests, and what they need until then.
+
+    Attributes:
+        seconds: That transitions between steps have taken; for whoever takes them out.
+    """
+
+    def __init__(self) -> None:
+        """Begin without requests."""
+        self.seconds: list[float] = []
+        self._due: dict[str, list[Callable[[], None]]] = {}
+        self._partial: dict[str, PartialStates] = {}
+
+    def partial_states(self, request_id: str) -> PartialStates:
+        """State of earlier steps of a prompt; each layer takes its own out."""
+        return self._partial.setdefault(request_id, {})
+
+    def collect(self, row: PromptRow, config: H2OConfig) -> None:
+        """Take in a layer of a chunk that has ended, and compress it when it is time.
+
+        On CPU that is between this step and the next, all layers at once: the first
+        token does not wait for it, and the heads of all layers share out the threads.
+        A GPU's launches gain nothing by that, and its memory for scores is dear: there
+        each layer is compressed at once.
+
+        Args:
+            row: The row, in its transition step, with the layer as its last.
+            config: The policy.
+        """
+        if not row.blocks.is_cpu:
+            row.compress(config)
+        elif len(row.layers) == 1:
+            compress = functools.partial(row.compress, config)
+            self._due.setdefault(row.request_id, []).append(compress)
+
+    def run(self) -> None:
+        """Run what the last step put off.
+
+        Freed blocks may have new owners, but these write only in the step that begins
+        now.
+        """
+        if not self._due:
+            return  # most steps; inference mode takes longer than all else here
+        with torch.inference_mode():
+            for request_id in list(self._due):
+                start, due = time.perf_counter(), self._due.pop(request_id)
+                for work in due:
+                    work()
+                self.seconds.append(time.perf_counter() - start)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that has finished, or whose prompt is read again."""
+        self._partial.pop(request_id, None)
+        self._due.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Forget all requests: the KV cache goes."""
+        self._due.clear()
+        self._partial.clear()
+
+
+@dataclass(eq=False)
+class PromptRow:
+    """A row whose prompt scores, is read beside what is held, or is compressed.
+
+    Attributes:
+        request_id: The request.
+        transitions: The engine's.
+        placements: Of the rows' slots.
+        tokens: The row's tokens in the batch.
+        plan: The row's counts.
+        blocks: `[cdiv(seq_len, block_size)]` int32 dense blocks, by position.
+        resident: `[num_resident]` int32 pages of resident blocks, in the transition
+            step of a first chunk.
+        attends: Whether our kernel attends to a first chunk; else stock's has done so.
+        chunk: A later chunk; None: the row is in its first.
+        layers: Layers that have run and are to be compressed.
+    """
+
+    request_id: str
+    transitions: Transitions
+    placements: RowPlacements
+    tokens: slice
+    plan: RowPlan
+    blocks: torch.Tensor
+    resident: torch.Tensor | None = None
+    attends: bool = False
+    chunk: Chunk | None = None
+    layers: list[ScoredLayer] = field(default_factory=list)
+
+    def attend(
+        self, name: str, layer: BoundLayer, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Do a layer's part of the step; where a chunk ends, its compression is due.
+
+        Args:
+            name: Of the layer, whose state of earlier steps this is.
+            layer: The layer.
+            query: `[num_tokens, num_heads, head_size]` of the row, after RoPE. Its
+                keys and values are in the dense blocks already.
+            output: `[num_tokens, num_heads, head_size]` attention of the row's queries,
+                written if the stock kernel has not done so.
+        """
+        partial = self.transitions.partial_states(self.request_id)
+        state = partial.pop(name, None)
+        if self.chunk is not None:
+            state = self._read_on(self.chunk, layer, state, query, output)
+        elif layer.config.gated:
+            assert layer.params.gate is not None, "the worker gives it before the cache"
+            state = self._zeros(layer, layer.pages.state)
+        else:
+            state = self._observe(layer, state, query, output)
+        if not self.plan.is_transition:
+            partial[name] = state
+            return
+        self.layers.append(ScoredLayer(layer.pages, state, layer.params, layer.dense))
+        self.transitions.collect(self, layer.config)
+
+    def _observe(
+        self,
+        layer: BoundLayer,
+        state: State | None,
+        query: torch.Tensor,
+        output: torch.Tensor,
+    ) -> State:
+        """Score the prompt with this step's queries, if any."""
+        plan, params = self.plan, layer.params
+        new, end = plan.num_computed_tokens, plan.num_computed_tokens + len(query)
+        first_scoring = max(new, plan.first_query)
+        if state is None or first_scoring == plan.first_query:
+            # The first step with observation queries, also after a restart.
+            new = 0
+            state = self._zeros(
+                layer, (*layer.pages.state, *params.method.prompt_fields)
+            )
+        kernels = params.operations
+        if not starts_at_zero(params.method):
+            kernels.start(layer.dense, self.blocks, new, end, state, params)
+        if self.attends:
+            kernels.attend_observed(
+                query, layer.dense, self.blocks, plan.num_computed_tokens,
+                first_scoring - plan.num_computed_tokens, state, params, output,
+            )  # fmt: skip
+        elif plan.num_scoring:
+            query = query[-plan.num_scoring :]
+            kernels.observe(
+                query, layer.dense, self.blocks, first_scoring, state, params
+            )
+        return state
+
+    def _zeros(self, layer: BoundLayer, fields: Iterable[str]) -> State:
+        """The state of a prompt that nobody has looked at."""
+        keys = layer.pages.keys
+        shape = keys.shape[1], self.plan.chunk_end
+        return {name: torch.zeros(shape, device=keys.device) for name in fields}
+
+    def _read_on(
+        self,
+        chunk: Chunk,
+        layer: BoundLayer,
+        state: State | None,
+        query: torch.Tensor,
+        output: torch.Tensor,
+    ) -> State:
+        """Attend beside what is held of earlier chunks."""
+        computed = self.plan.num_computed_tokens
+        if state is None or computed == chunk.start:
+            state = {}
+        layer.params.operations.read_on(
+            query, computed, layer.dense, layer.pages, chunk, state, layer.params,
+            output,
+        )  # fmt: skip
+        return state
+
+    def compress(self, config: H2OConfig) -> None:
+        """Let each KV head choose what it keeps, into its resident pages.
+
+        Args:
+            config: The policy.
+        """
+        plan, kernels = self.plan, self.layers[0].params.operations
+        if self.chunk is not None:
+            kernels.compress_chunk(self.layers, self.chunk, config)
+            self.layers.clear()
+            return
+        assert self.resident is not None
+        if config.gated:
+            kernels.score_by_gate(self.layers, self.blocks, plan.first_query)
+        self.placements.split(self.request_id, plan, self.layers)
+        filled = plan.chunk_end > plan.budget
+        placement = self.placements.index(self.request_id, Budget.of(plan), filled)
+        held = Held(self.resident, placement, plan.chunk_end)
+        kernels.transition(self.layers, self.blocks, held, plan.first_query, config)
+        self.layers.clear()
