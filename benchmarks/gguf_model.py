@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_h2o.core.cache import cache_root
+from vllm_h2o.core.folders import cache_root
 
 _MARKER = "complete"
 _ADDS_BOS = "tokenizer.ggml.add_bos_token"

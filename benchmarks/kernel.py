@@ -32,7 +32,7 @@ from vllm import _custom_ops as ops
 
 from benchmarks.heads import placements_of
 from benchmarks.report import spread, write_json
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows, cpu
+from vllm_h2o.attention.ops import LayerParams, ResidentRows, cpu
 from vllm_h2o.attention.ops.cpu import library as c_library
 from vllm_h2o.attention.pages import FIELDS, Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
@@ -122,9 +122,9 @@ class State:
             pages.births.zero_()
         config = H2OConfig(budget=self.context)
         layout = SlotLayout.of_blocks(config, size, columns)
-        self.params = DecodeParams(layout, HEAD_SIZE**-0.5, 0.0, Mean())
+        self.params = LayerParams(layout, HEAD_SIZE**-0.5, 0.0, Mean())
         part = PRESETS["mpcache"]
-        self.part = DecodeParams(
+        self.part = LayerParams(
             SlotLayout.of_blocks(part, size, columns), HEAD_SIZE**-0.5, 0.0, Mean(),
             read=share_of(part.read),
         )  # fmt: skip
@@ -187,7 +187,7 @@ class State:
             )  # fmt: skip
 
     def run_ours(
-        self, params: Sequence[DecodeParams], layers: Sequence[Pages] | None = None
+        self, params: Sequence[LayerParams], layers: Sequence[Pages] | None = None
     ) -> None:
         """Our kernel, one step of every layer."""
         placement = BY_HEAD if params[0].placements else UNIFORM

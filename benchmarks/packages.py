@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_h2o.core.cache import cache_root
+from vllm_h2o.core.folders import cache_root
 
 SECONDS = 300
 """The longest that fetching may take."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from vllm_h2o.attention.ops import Kernels, cpu, triton
 from vllm_h2o.policy.methods import METHODS
 from vllm_h2o.policy.options import flag
-from vllm_h2o.policy.rules import IDLE, KERNELS, NEEDS, Values, have_method
+from vllm_h2o.policy.presets import OPTION_NAMES
+from vllm_h2o.policy.rules import KERNELS, NEEDS, Values, have_method, idle_rows
 
 HEAD = "| option | needs | on CPU | on GPUs |", "|---|---|---|---|"
 _KERNELS: tuple[Kernels, ...] = cpu, triton
@@ -47,7 +48,7 @@ def _of_needs() -> Iterable[str]:
 
 
 def _of_idle() -> Iterable[str]:
-    for row in IDLE:
+    for row in idle_rows(OPTION_NAMES):
         if row.other == "score" and not any(map(row.when.hold, METHODS)):
             continue
         options = ", ".join(f"`{flag(option)}`" for option in row.options)

@@ -23,7 +23,7 @@ from tests.attention.triton_checks import (
 )
 from tests.attention.triton_heads import check_heads
 from tests.attention.triton_state import DEVICE, make_step, params_of
-from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.ops import LayerParams
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
@@ -122,7 +122,7 @@ def _check_choice(num_tokens: int, distinct: int, unit: str) -> None:
         # The order of a sum's terms does not matter to quarters.
         config = dataclasses.replace(config, score="sum")
     layout = SlotLayout.of_blocks(config, FULL.block_size, 128)
-    params = DecodeParams(layout, 1.0, 0.0, config.method)
+    params = LayerParams(layout, 1.0, 0.0, config.method)
     if unit == "by head":
         layers = [random_pages(1, FULL, DEVICE)] * FULL.num_kv_heads
         parts = uneven_heads(layers, FULL)

@@ -15,7 +15,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state import random_pages, random_tokens
 from benchmarks.heads import placements_of
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.ops import DecodeParams, ScoredLayer
+from vllm_h2o.attention.ops import LayerParams, ScoredLayer
 from vllm_h2o.attention.ops.triton import copy_kept, observe, score_by_gate, select
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
@@ -164,9 +164,9 @@ def uneven_heads(layers: list[Pages], sizes: Sizes) -> list[LayerPlacements]:
     return placements_of(layers, blocks, common, H2OConfig())
 
 
-def params_of(sizes: Sizes) -> DecodeParams:
+def params_of(sizes: Sizes) -> LayerParams:
     """Half of the budget heavy, half recent."""
     layout = SlotLayout(
         sizes.block_size, sizes.budget // 2, sizes.budget // 2, 4, whole_blocks=False
     )
-    return DecodeParams(layout, sizes.head_size**-0.5, 0.0, Mean())
+    return LayerParams(layout, sizes.head_size**-0.5, 0.0, Mean())

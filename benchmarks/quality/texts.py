@@ -10,7 +10,7 @@
     code      Python's standard library         this interpreter
 
 Debian's packages are fetched with `apt-get download` and unpacked with `dpkg -x`
-into the cache folder (`vllm_h2o.core.cache`), once, without root.
+into the cache folder (`vllm_h2o.core.folders`), once, without root.
 PyPI's are looked up without being imported.
 """
 

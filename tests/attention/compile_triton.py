@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.ops import DecodeParams, Held, ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops import Held, LayerParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     Tuning,
@@ -89,7 +89,7 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     index = zeros.int() if by_head else None
     grown_at = zeros if by_head else None
     rows = ResidentRows(table, zeros, zeros, placements=index, grown_at=grown_at)
-    params = DecodeParams(layout, 0.1, softcap, Mean(0.9))
+    params = LayerParams(layout, 0.1, softcap, Mean(0.9))
     if softcap:  # Sinks too, of the model's type.
         sinks = torch.zeros(2 * group, dtype=dtype)
         params = dataclasses.replace(params, sink_logits=sinks)
@@ -148,7 +148,7 @@ def launch_decodes():
     sizes = ((1, 1, [512, 1024]), (6, 3, [512, 512]), (5, 16, [256, 768]))
     for num_rows, num_splits, heavy in sizes:
         own = placements_of(pages, heavy)
-        params = DecodeParams(layout, 0.1, 0.0, Mean(0.9), own)
+        params = LayerParams(layout, 0.1, 0.0, Mean(0.9), own)
         query = torch.empty(num_rows, 8, 128, dtype=torch.bfloat16)
         key = torch.empty(num_rows, 2, 128, dtype=torch.bfloat16)
         table = torch.empty(num_rows, layout.budget_blocks, dtype=torch.int32)
@@ -170,7 +170,7 @@ def launch_prompts():
     layout = SlotLayout(16, 512, 512, 0, False)
     pages = empty_pages(4, 3, 128, 16, torch.bfloat16)
     own = placements_of(pages, [256, 768, 512])
-    params = DecodeParams(layout, 0.1, 0.0, Mean(), own)
+    params = LayerParams(layout, 0.1, 0.0, Mean(), own)
     gated = dataclasses.replace(params, gate=gate_of(3, 128, 128, torch.bfloat16))
     sizes = ((1025, 1, 0), (4096, 32, 1), (48, 16, 3), (1023, 32, 2))
     for num_tokens, num_queries, first in sizes:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_h2o.attention.ops.cpu import library as c_library
-from vllm_h2o.core.cache import cache_root
+from vllm_h2o.core.folders import cache_root
 
 FAST = "-O0"  # to build, that is
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -8,8 +8,8 @@ import torch
 
 from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import (
-    DecodeParams,
     Held,
+    LayerParams,
     ResidentRows,
     ScoredLayer,
     cpu,
@@ -118,7 +118,7 @@ def params_of(
     slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
     layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
     method = Mean(decay) if mean else Sum(decay)
-    return DecodeParams(layout, 0.17, softcap, method, read=read, merge=merge)
+    return LayerParams(layout, 0.17, softcap, method, read=read, merge=merge)
 
 
 CASES = {

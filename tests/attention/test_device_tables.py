@@ -10,7 +10,7 @@ import triton.language as tl
 from tests.attention.triton_heads import CONFIG, SMALL, make_layers, params_of
 from tests.attention.triton_state import DEVICE, empty_pages
 from vllm_h2o.attention.device_tables import device_tables
-from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.ops import LayerParams
 from vllm_h2o.attention.ops.triton.slots import head_and_part
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.layout import SlotLayout
@@ -86,7 +86,7 @@ def test_no_lists_where_all_heads_have_pages_of_their_own():
     layers, _ = make_layers(torch.float16, 64, 16, 1)
     table = PlacementTable(layers, SlotLayout.of_blocks(CONFIG, 16, 3), [3] * 3, 4)
     table.put(SMALL, Placement.alike((3, 2), [2], CONFIG, 16))
-    params = DecodeParams(
+    params = LayerParams(
         table.parts()[1].layouts(SMALL)[0], 0.1, 0.0, Mean(), table.parts()[1]
     )
     assert params.device_tables.pages is None

@@ -14,8 +14,8 @@ from tests.attention.triton_checks import (
 from tests.attention.triton_state import DEVICE, empty_pages
 from tests.pairs import in_pairs
 from vllm_h2o.attention.ops import (
-    DecodeParams,
     Kept,
+    LayerParams,
     ScoredLayer,
     cpu,
     reference,
@@ -35,7 +35,7 @@ LAYOUT = SlotLayout(16, 32, 48, sinks=4, whole_blocks=False)
 def check(scores, layout=LAYOUT, config=SUM):
     scores = scores.to(DEVICE)
     num_tokens = scores.shape[1]
-    params = DecodeParams(layout, 1.0, 0.0, config.method)
+    params = LayerParams(layout, 1.0, 0.0, config.method)
     first_query = first_observer(config, num_tokens)
     return check_both(scores, UNIFORM, first_query, config, params)
 
@@ -141,7 +141,7 @@ def test_budgets_by_head(num_tokens, distinct):
     placement = Placement.of_blocks([blocks, [4, 1, 7, 4]], 4, config, 16)
     layout = SlotLayout.of_blocks(config, 16, 4)
     own = PlacementTable.of([pages, pages], layout, placement).parts()[0]
-    params = DecodeParams(layout, 1.0, 0.0, config.method, own)
+    params = LayerParams(layout, 1.0, 0.0, config.method, own)
     scores = random(num_tokens, 4, distinct).to(DEVICE)
     first_query = first_observer(config, num_tokens)
     for placement in {BY_HEAD if num_tokens > 64 else UNIFORM, BY_HEAD}:

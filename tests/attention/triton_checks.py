@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.ops import DecodeParams, ScoredLayer, reference
+from vllm_h2o.attention.ops import LayerParams, ScoredLayer, reference
 from vllm_h2o.attention.ops.triton import (
     copy_kept,
     decode_resident,
@@ -83,7 +83,7 @@ def make_queries(num_queries, num_heads, head_size=64, dtype=torch.float32):
 
 
 def scoring_params(decay=1.0, softcap=0.0):
-    return DecodeParams(SlotLayout(16, 32, 16, 4, False), SCALE, softcap, Sum(decay))
+    return LayerParams(SlotLayout(16, 32, 16, 4, False), SCALE, softcap, Sum(decay))
 
 
 def check_gate(prompt, num_tokens=149, rotary_dim=16):
@@ -166,7 +166,7 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     # Few distinct scores, so that ties are drawn.
     scores = torch.randint(1, 5, (2, num_tokens), generator=generator) / 4
     scores = scores.to(DEVICE)
-    params = DecodeParams(layout, SCALE, 0.0, config.method)
+    params = LayerParams(layout, SCALE, 0.0, config.method)
     first_query = first_observer(config, num_tokens)
     kept = check_selection(scores, UNIFORM, first_query, config, params)
     expected = clone(pages)

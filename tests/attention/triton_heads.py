@@ -9,7 +9,7 @@ import torch
 
 from tests.attention.triton_checks import TOLERANCE
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages, packed
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows, reference
+from vllm_h2o.attention.ops import LayerParams, ResidentRows, reference
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
@@ -70,7 +70,7 @@ def params_of(layers, layer, size, **options):
     table.put(SMALL + BY_HEAD, small)
     own = table.parts()[layer]
     options = {"softcap": 0.0, "method": Mean()} | options
-    return DecodeParams(layout, 0.17, placements=own, **options)
+    return LayerParams(layout, 0.17, placements=own, **options)
 
 
 def check_heads(

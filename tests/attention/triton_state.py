@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from vllm_h2o.attention.ops import DecodeParams, ResidentRows
+from vllm_h2o.attention.ops import LayerParams, ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.geometry import BlockCut
@@ -36,7 +36,7 @@ InterpreterBuilder.create_dot = _dot_of_bfloat16
 def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots):
     slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
     layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
-    return DecodeParams(layout, 0.17, softcap, Mean(decay) if mean else Sum(decay))
+    return LayerParams(layout, 0.17, softcap, Mean(decay) if mean else Sum(decay))
 
 
 def empty_int8_pages(num_blocks, num_kv_heads, head_size, block_size, device="cpu"):
@@ -111,7 +111,7 @@ class Step:
     value: torch.Tensor
     pages: Pages
     rows: ResidentRows
-    params: DecodeParams
+    params: LayerParams
 
     def to(self, device):
         """The same step, with pages of its own, on `device`."""

@@ -12,7 +12,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from vllm import SamplingParams
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request
 
 from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, Driver
 
@@ -491,6 +493,19 @@ def test_a_session_that_outgrows_the_longest_request_ends_alone(prefill_chunk):
     assert driver.finished == {"chat": FinishReason.ERROR}
     driver.drain()
     assert len(driver.outputs[other]) == 220
+    driver.assert_pool_whole()
+
+
+@pytest.mark.parametrize("keep", ["none", "end"])
+def test_a_session_ends_when_it_says_so(keep):
+    """By vLLM's sentinel, a request of its id that expects no more."""
+    driver = Driver(64, budget=64, chunk=200, keep=keep)
+    driver.add(list(range(100, 200)), 10, session="chat")
+    driver.drain()
+    assert driver.scheduler.requests["chat"].resumable
+    last = Request("chat", [1], SamplingParams(), None)
+    driver.scheduler.add_request(last)
+    assert "chat" not in driver.scheduler.requests
     driver.assert_pool_whole()
 
 

@@ -4,8 +4,10 @@ import logging
 
 import pytest
 import vllm.logger
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from tests.core.helpers import MAX_MODEL_LEN, Driver
+from tests.core.helpers import MAX_MODEL_LEN, Driver, spec_beside
+from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.summary import summary
 
 
@@ -22,6 +24,19 @@ def test_a_budget_that_evicts_nothing_is_warned_of(caplog, budget):
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     evicts_nothing = any("--h2o-budget" in text for text in warnings)
     assert evicts_nothing == (budget == MAX_MODEL_LEN), warnings
+
+
+@pytest.mark.parametrize("beside", ["window", "align"])
+def test_what_can_not_be_kept_is_refused(beside):
+    with pytest.raises(ValueError, match="--h2o-keep='end'.*use 'none'"):
+        Driver(64, budget=64, beside=beside, keep="end")
+
+
+def test_a_model_without_full_attention_is_refused(monkeypatch):
+    monkeypatch.setattr(H2OAttentionSpec, "of", lambda *_: spec_beside("window"))
+    monkeypatch.setattr(SlidingWindowSpec, "block_slots", 16, raising=False)
+    with pytest.raises(ValueError, match="no layer of this model has full attention"):
+        Driver(64, budget=64)
 
 
 @pytest.mark.parametrize(

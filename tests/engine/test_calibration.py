@@ -27,7 +27,7 @@ from vllm_h2o.calibration.gate_fit import Examples
 from vllm_h2o.calibration.loaded_model import LoadedModel
 from vllm_h2o.calibration.texts import digest
 from vllm_h2o.calibration.token_ids import seeded_texts
-from vllm_h2o.core.cache import cache_root
+from vllm_h2o.core.folders import cache_root
 from vllm_h2o.core.settings import most_seconds
 from vllm_h2o.policy.profile import FILE_NAME, HeadProfile
 from vllm_h2o.policy.trials import SHARES, Way

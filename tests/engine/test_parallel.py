@@ -113,15 +113,11 @@ def joined(ranks):
         pytest.param("by head", {"save": SINKS, "seed": 3}, marks=pytest.mark.slow),
         # The budgets of two requests grow.
         ("by head", {"policy": "gate", "budget": "40%", "h2o_min_budget": 64}),
+        # Of whose layers three never get less than the average.
         (
             "by request",
-            {"policy": "cake", "h2o_cake_t2": 0.05, "h2o_prefill_chunk": 256},
-        ),
-        # Of whose layers three never get less than the average.
-        pytest.param(
-            "by request",
-            {"policy": "d2o", "num_layers": 7, "h2o_merge": "none"},
-            marks=pytest.mark.slow,
+            {"policy": "d2o", "num_layers": 7, "h2o_merge": "none"}
+            | {"h2o_prefill_chunk": 256},
         ),
         pytest.param(
             "by request",

@@ -68,9 +68,6 @@ MODEL = str(SMOLLM2)
         ("score", "max", "sum, mean"),
         ("score_decay", 1.1, "from 0.0 to 1.0"),
         ("score_decay", -1, "from 0.0 to 1.0"),
-        ("cake_gamma", -1, "from 0.0 to 1000000.0"),
-        ("cake_t1", 0, "from 0.01 to 100.0"),
-        ("cake_t2", "wide", "from 0.01 to 100.0"),
         ("eviction_unit", "page", "token, block"),
         ("head_budgets", "", "'uniform', 'auto'"),
     ],
@@ -197,6 +194,7 @@ def test_an_option_that_the_method_lacks_is_refused(monkeypatch):
             {"enable_h2o": False, "kv_policy": "h2o"},
             ["enable_h2o=False", "kv_policy='h2o'", "drop one"],
         ),
+        ({"enable_h2o": "yes"}, ["enable_h2o", "'yes'", "use True or False"]),
         ({"h2o_budget": 512}, ["h2o_budget=512", "no kv_policy", "--kv-policy h2o"]),
         (
             {"kv_policy": "full", "h2o_sinks": 4},
@@ -988,9 +986,6 @@ def test_command_line():
     )  # fmt: skip
     line = f"--model {MODEL} --kv-policy h2o --h2o-prefill-chunk 2048"
     assert config_of(line) == H2OConfig(prefill_chunk=2048)
-    line = f"--model {MODEL} --kv-policy cake --h2o-cake-gamma 100 --h2o-cake-t1 2"
-    expected = replace(PRESETS["cake"], cake_gamma=100.0, cake_t1=2.0, cake_t2=0.5)
-    assert config_of(line + " --h2o-cake-t2 0.5") == expected
     for options, prompt_score in (
         ("", "auto"),
         ("--h2o-prompt-score gate", "gate"),

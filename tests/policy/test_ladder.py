@@ -37,6 +37,11 @@ def test_a_smaller_share_of_a_requests_own_has_later_steps():
     assert LONG.enters(10000, 10000, 0.1) < LONG.enters(10000, 10000)
 
 
+def test_a_budget_that_is_on_no_ladder_grows_from_none():
+    ladder = Ladder(16, (2, 4, 8), (64, 128, 256), 0.5)
+    assert [ladder.up_to(n) for n in (4, 5)] == [(2, 4), (5,)]
+
+
 def test_a_number_is_the_budget_of_all():
     ladder = Ladder.of_number(16, 32, 8192)
     assert ladder.enters(1, 2) == ladder.enters(8192, 8192) == 0

@@ -16,13 +16,16 @@ HALF = Climb(Ladder.of_share(0.5, 32, LONGEST // 2 // SIZE, SIZE, LONGEST))
 """Serves 64, 96, 128, .. tokens with 32, 48, 64, .. slots."""
 
 
-def life_of(num_tokens, most, climb=NUMBER, chunk=0, window=20, gated=False, **wishes):
+def life_of(
+    num_tokens, most, climb=NUMBER, chunk=0, unit="token", gated=False, **wishes
+):
     config = H2OConfig(
         budget=BUDGET,
-        observation_window=window,
+        observation_window=20,
+        eviction_unit=unit,
         prompt_score="gate" if gated else "attention",
         prefill_chunk=chunk,
-        keep="end",
+        keep="end" if unit == "token" else "none",
         resident_dtype="model",
     )
     most_blocks = climb.ladder.budgets[-1]
@@ -78,6 +81,11 @@ def test_blocks_of_a_prompt_then_of_slots():
     assert life.serves(Blocks(7, 3)) == 48
     assert life.serves(Blocks(7, 4)) == sys.maxsize
     assert [life.tokens_held(n) for n in (50, 99, 100, 150)] == [50, 99, 64, 64]
+
+
+def test_of_whole_blocks_the_one_that_is_written_holds_its_new_tokens_only():
+    life = life_of(100, 150, unit="block")
+    assert [life.tokens_held(n) for n in (99, 100, 112, 113)] == [99, 52, 64, 49]
 
 
 def test_what_is_served_is_what_is_needed():

@@ -148,7 +148,7 @@ def attention():
 
 def test_cake_values_the_mean_and_the_variance_of_attention(attention):
     probs, state, queries = attention
-    values = Cake(cake_gamma=7.0).score_prompt(state, queries)
+    values = Cake(gamma=7.0).score_prompt(state, queries)
     for token in (0, 57, 58, 70, 88):
         seen = probs[:, :, max(token - 58, 0) :, token].flatten(1)
         expected = seen.mean(dim=1) + 7 * seen.var(dim=1)
@@ -163,7 +163,7 @@ def test_cake_prefers_layers_of_wide_and_changing_attention(attention):
     flat = state | {name: state[name] / 3 for name in ("attention", "entropy")}
     flat["square"] = state["square"] / 9
     for t1, t2 in ((1.0, 1.0), (2.0, 0.5)):
-        method = Cake(cake_t1=t1, cake_t2=t2)
+        method = Cake(t1=t1, t2=t2)
         shares = method.split([state, flat], queries, Bounds(1000, 1, 999))
         # A third of the attention: a third of the entropy (as it is summed here), a
         # ninth of the variance.
@@ -181,7 +181,7 @@ def test_cake_knows_no_power_that_is_too_high(attention):
     low = state | {name: state[name] / 1.01 for name in ("attention", "entropy")}
     low["square"] = state["square"] / 1.01**2
     for t1, t2 in ((0.01, 1.0), (1.0, 0.01)):
-        split = Cake(cake_t1=t1, cake_t2=t2).split
+        split = Cake(t1=t1, t2=t2).split
         (more, _), (less, _) = split([state, low], queries, Bounds(1000, 1, 999))
         exponent = 1 / t1 + 2 / t2
         assert more == round(1000 / (1 + 1.01**-exponent)) and more + less == 1000

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_h2o.option_table import lines
-from vllm_h2o.policy import rules
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import METHODS, Sum
 from vllm_h2o.policy.options import flag
-from vllm_h2o.policy.presets import PRESETS, resolve_config
-from vllm_h2o.policy.rules import IDLE, NEEDS, broken_need
+from vllm_h2o.policy.presets import OPTION_NAMES, PRESETS, resolve_config
+from vllm_h2o.policy.rules import NEEDS, broken_need, idle_rows
 
 SAMPLES = {
     "recent_ratio": (0.0, 0.3, 1.0),
@@ -22,9 +21,6 @@ SAMPLES = {
     "prompt_score": ("auto", "attention", "gate"),
     "score": tuple(METHODS),
     "score_decay": (1.0, 0.5),
-    "cake_gamma": (5.0,),
-    "cake_t1": (2.0,),
-    "cake_t2": (2.0,),
     "read": ("100%", "20%"),
     "merge": ("none", "value"),
     "resident_dtype": ("auto", "model", "int8"),
@@ -34,6 +30,7 @@ SAMPLES = {
     "eviction_unit": ("token", "block"),
     "head_budgets": ("uniform", "auto", "measure", "request", "heads.json"),
 }
+IDLES = tuple(idle_rows(OPTION_NAMES))
 OPTIONS_PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
 
@@ -84,7 +81,7 @@ def test_a_config_that_breaks_no_need_is_one():
 
 @pytest.mark.parametrize(
     "idle, option",
-    [(idle, option) for idle in IDLE for option in idle.options],
+    [(idle, option) for idle in IDLES for option in idle.options],
     ids=lambda x: x if isinstance(x, str) else f"{x.other}",
 )
 def test_what_has_no_effect_is_named(idle, option):
@@ -111,10 +108,16 @@ def test_a_method_may_have_options_that_no_user_sets(monkeypatch):
         sharpness: float = 2.0
 
     monkeypatch.setitem(METHODS, "own", Own)
-    monkeypatch.setattr(rules, "IDLE", tuple(rules._of_methods()))
-    assert any("sharpness" in row.options for row in rules.IDLE)
     for score in METHODS:
         resolve_config("h2o", None, {"score": score})
+
+
+def test_an_option_of_one_method_alone_has_no_effect_with_others():
+    """None of ours has one: `score_decay` is all methods'."""
+    rows = [*idle_rows(["score_decay", "gamma", "t1"])]
+    (row,) = [row for row in rows if "gamma" in row.options]
+    assert row.options == ("gamma", "t1") and row.by_preset
+    assert [row.when.hold(score) for score in ("cake", "mean")] == [False, True]
 
 
 def test_the_table_of_the_docs_is_the_rules():

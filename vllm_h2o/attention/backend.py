@@ -21,7 +21,7 @@ from vllm_h2o.attention import ops
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.layer import BoundLayer
 from vllm_h2o.attention.metadata import H2OMetadata
-from vllm_h2o.attention.ops import Chunk, DecodeParams, Held, ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops import Chunk, Held, LayerParams, ResidentRows, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.core.settings import h2o_config, longest_request
@@ -306,7 +306,7 @@ class H2OImpl(_StockImpl):
         pages = dense = self.view_resident(kv_cache, spec)
         if not spec.pages_are_blocks:
             dense = self.view_dense(kv_cache)
-        params = DecodeParams(
+        params = LayerParams(
             layout=spec.page_layout,
             scale=self.scale,
             softcap=float(self.logits_soft_cap or 0.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.ops import LayerParams
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 
@@ -24,5 +24,5 @@ class BoundLayer:
     config: H2OConfig
     pages: Pages
     dense: Pages
-    params: DecodeParams
-    dense_params: DecodeParams
+    params: LayerParams
+    dense_params: LayerParams

@@ -26,7 +26,7 @@ FIELDS = ("attention",)
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """All pages of a layer; compared by identity, as `DecodeParams` are.
+    """All pages of a layer; compared by identity, as `LayerParams` are.
 
     Attributes:
         keys: `[num_pages, num_kv_heads, head_size, block_size]`; on CPU, the

@@ -19,7 +19,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_h2o.calibration import texts
-from vllm_h2o.core.cache import cache_root
+from vllm_h2o.core.folders import cache_root
 from vllm_h2o.policy.files import write_whole
 from vllm_h2o.policy.options import shortened
 from vllm_h2o.policy.profile import NO_PROFILE, HeadProfile

@@ -93,9 +93,6 @@ class H2OConfig:
             the head profile that the worker finds has a gate, unless attention has
             lost less on texts that were left out (`vllm_h2o.policy.trials`).
         score_decay: What an old score is multiplied by per new query.
-        cake_gamma: Weight of the variance, see `vllm_h2o.policy.methods.cake`.
-        cake_t1: The entropy counts with the power of 1 over it.
-        cake_t2: The variance likewise.
         read: Percentage of the heavy set's pages that the query of a generated token
             reads beside sinks and recent tokens, as `"20%"`. A request that is kept
             whole reads all.
@@ -177,15 +174,6 @@ class H2OConfig:
     score_decay: float = option(
         1.0, "Factor on old scores per new query, 0 to 1.", float
     )
-    cake_gamma: float = option(
-        200.0, "Of the score cake: weight of the variance beside the mean.", float
-    )
-    cake_t1: float = option(
-        1.0, "Of the score cake: 1 over the power of a layer's entropy.", float
-    )
-    cake_t2: float = option(
-        1.0, "Of the score cake: 1 over the power of a layer's variance.", float
-    )
     read: str = option(
         READ_ALL,
         "Share of the pages of the heavy set that a generated token's query reads: "
@@ -228,9 +216,6 @@ class H2OConfig:
         set_(self, "read", parse_read(self.read))
         check_number("recent_ratio", self.recent_ratio, 0.0, 1.0)
         check_number("score_decay", self.score_decay, 0.0, 1.0)
-        check_number("cake_gamma", self.cake_gamma, 0.0, 1e6)
-        check_number("cake_t1", self.cake_t1, 0.01, 100.0)
-        check_number("cake_t2", self.cake_t2, 0.01, 100.0)
         check_int("sinks", self.sinks, 0, MOST_TOKENS)
         check_int("pooling", self.pooling, 1, MOST_POOLING)
         if self.pooling % 2 == 0:

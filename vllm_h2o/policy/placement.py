@@ -124,11 +124,6 @@ class Placement:
         ]
         return Placement(budget_blocks * block_size, layouts, pages, self)
 
-    @property
-    def budgets(self) -> list[int]:
-        """Slots of every head of every layer."""
-        return [layout.budget for layer in self.layouts for layout in layer]
-
 
 def layouts_of(
     blocks: Sequence[Sequence[int]], config: H2OConfig, block_size: int

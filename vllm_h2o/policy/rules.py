@@ -200,40 +200,41 @@ NEEDS = (
 )  # fmt: skip
 
 
-def _of_methods() -> Iterator[Idle]:
-    """Options that methods have, beside those that lack them."""
-    by_methods: dict[tuple[str, ...], list[str]] = {}
-    fields = [f.name for cls in METHODS.values() for f in dataclasses.fields(cls)]
-    for option in dict.fromkeys(fields):
-        able = tuple(name for name, cls in METHODS.items() if hasattr(cls(), option))
-        by_methods.setdefault(able, []).append(option)
-    for able, options in by_methods.items():
-        # Looked up when it is asked: other packages bring methods.
-        lacks = Values(partial(_lacks, options[0]), f"other than {' or '.join(able)}")
-        use = f"h2o_score={' or '.join(map(shown, able))}"
-        yield Idle(tuple(options), "score", lacks, use, by_preset=True)
-
-
-def _lacks(option: str, score: str) -> bool:
-    return not hasattr(METHODS[score](), option)
-
-
 IDLE = (
     Idle(
         ("observation_window", "pooling"),
         "prompt_score", _one_of(GATE), use=f"h2o_prompt_score={ATTENTION!r}",
     ),
-    *_of_methods(),
-    Idle(
-        ("cake_t1", "cake_t2"),
-        "head_budgets", _but(REQUEST), use=f"h2o_head_budgets={REQUEST!r}",
-    ),
     Idle(
         ("observation_window", "pooling", "prompt_score", "score", "score_decay",
-         "cake_gamma", "read"),
+         "read"),
         "recent_ratio", _one_of(1.0), use="a smaller h2o_recent_ratio", why=_NO_SCORE,
     ),
 )  # fmt: skip
+
+
+def idle_rows(options: Collection[str]) -> Iterator[Idle]:
+    """`IDLE`, and options that methods lack.
+
+    Args:
+        options: Names of all that a user may set; a method may have others.
+    """
+    by_methods: dict[tuple[str, ...], list[str]] = {}
+    fields = [f.name for cls in METHODS.values() for f in dataclasses.fields(cls)]
+    for option in dict.fromkeys(fields):
+        able = tuple(name for name, cls in METHODS.items() if hasattr(cls(), option))
+        if option in options:
+            by_methods.setdefault(able, []).append(option)
+    for able, named in by_methods.items():
+        lacks = Values(partial(_lacks, able), f"other than {' or '.join(able)}")
+        use = f"h2o_score={' or '.join(map(shown, able))}"
+        yield Idle(tuple(named), "score", lacks, use, by_preset=True)
+    yield from IDLE
+
+
+def _lacks(able: Collection[str], score: str) -> bool:
+    return score not in able
+
 
 KERNELS = (
     NeedsKernel("head_budgets", _one_of(REQUEST), UNIFORM, Capability.REQUEST),
@@ -280,11 +281,10 @@ def check_effects(config: H2OConfig, given: Mapping[str, Any]) -> None:
         given: The options that a user has set, as they were typed.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for row in IDLE:
+    for row in idle_rows(defaults):
         if not row.when.hold(getattr(config, row.other)):
             continue
-        # A method may have options that no user sets.
-        for option in filter(defaults.__contains__, row.options):
+        for option in row.options:
             value = given.get(option, getattr(config, option))
             of_preset = row.by_preset and value != defaults[option]
             if option in given or of_preset:

@@ -12,16 +12,16 @@ import torch
 from vllm_h2o.attention.ops.contract import Capability, Kernels
 from vllm_h2o.attention.ops.types import (
     Chunk,
-    DecodeParams,
     Held,
     Kept,
+    LayerParams,
     ResidentRows,
     ScoredLayer,
 )
 from vllm_h2o.policy.options import shown
 
 __all__ = [
-    "KERNELS", "Capability", "Chunk", "DecodeParams", "Held", "Kept", "Kernels",
+    "KERNELS", "Capability", "Chunk", "LayerParams", "Held", "Kept", "Kernels",
     "ResidentRows",
     "ScoredLayer", "kernels_of", "named_kernels",
 ]  # fmt: skip

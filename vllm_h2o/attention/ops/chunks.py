@@ -18,7 +18,7 @@ from vllm_h2o.attention.ops.resident import (
     scales_of,
     tokens_of,
 )
-from vllm_h2o.attention.ops.types import Chunk, DecodeParams, Held, ScoredLayer
+from vllm_h2o.attention.ops.types import Chunk, Held, LayerParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import place_of
@@ -38,7 +38,7 @@ def read_on(
     pages: Pages,
     chunk: Chunk,
     state: State,
-    params: DecodeParams,
+    params: LayerParams,
     output: torch.Tensor,
     *,
     hold: Hold | None = None,
@@ -144,7 +144,7 @@ class HeldHead:
         held: Held,
         end: int,
         head: int,
-        params: DecodeParams,
+        params: LayerParams,
         content: Content,
     ) -> None:
         """Look at a head before tokens up to `end`; `content` has what is in its
@@ -205,9 +205,7 @@ class HeldHeads:
         heads: All of them.
     """
 
-    def __init__(
-        self, pages: Pages, held: Held, end: int, params: DecodeParams
-    ) -> None:
+    def __init__(self, pages: Pages, held: Held, end: int, params: LayerParams) -> None:
         """Look at all heads, before tokens up to `end`."""
         rows = rows_of_slots(held.pages, held.placement)
         contents = [
@@ -223,7 +221,7 @@ class HeldHeads:
         """Write what has been put, where that is not done at once."""
 
 
-Hold = Callable[[Pages, Held, int, DecodeParams], HeldHeads]
+Hold = Callable[[Pages, Held, int, LayerParams], HeldHeads]
 
 
 def _begin(
@@ -264,7 +262,7 @@ def _attend(
     values: torch.Tensor,
     first_scoring: int,
     state: State,
-    params: DecodeParams,
+    params: LayerParams,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of a KV head's queries, the last of which is the last token's.
@@ -331,7 +329,7 @@ def _select(
     held: HeldHead,
     chunk: Chunk,
     config: H2OConfig,
-    params: DecodeParams,
+    params: LayerParams,
 ) -> tuple[torch.Tensor, torch.Tensor, State]:
     """Indices of the tokens that a head keeps, their slots, and their state."""
     method, layout = params.method, held.layout

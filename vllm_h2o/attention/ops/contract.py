@@ -9,8 +9,8 @@ import torch
 
 from vllm_h2o.attention.ops.types import (
     Chunk,
-    DecodeParams,
     Held,
+    LayerParams,
     ResidentRows,
     ScoredLayer,
 )
@@ -39,7 +39,7 @@ class Kernels(Protocol):
         value: torch.Tensor,
         pages: Pages,
         rows: ResidentRows,
-        params: DecodeParams,
+        params: LayerParams,
         output: torch.Tensor,
     ) -> None:
         """Graduate, write, attend and score, for every row and KV head.
@@ -107,7 +107,7 @@ class Kernels(Protocol):
         first: int,
         end: int,
         state: State,
-        params: DecodeParams,
+        params: LayerParams,
     ) -> None:
         """Give prompt tokens the state that the method starts them with, if not 0.
 
@@ -151,7 +151,7 @@ class Kernels(Protocol):
         dense_blocks: torch.Tensor,
         first_position: int,
         state: State,
-        params: DecodeParams,
+        params: LayerParams,
     ) -> None:
         """Add the attention of consecutive prompt queries to the prompt's state.
 
@@ -182,7 +182,7 @@ class Kernels(Protocol):
         first_position: int,
         first_scoring: int,
         state: State,
-        params: DecodeParams,
+        params: LayerParams,
         output: torch.Tensor,
     ) -> None:
         """`observe`, and the attention's output from the same pass over the keys.
@@ -213,7 +213,7 @@ class Kernels(Protocol):
         pages: Pages,
         chunk: Chunk,
         state: State,
-        params: DecodeParams,
+        params: LayerParams,
         output: torch.Tensor,
     ) -> None:
         """Attend to what is held and, causally, to the chunk; score both.

@@ -19,9 +19,9 @@ from vllm_h2o.attention.ops.resident import (
     tokens_of,
 )
 from vllm_h2o.attention.ops.types import (
-    DecodeParams,
     Held,
     Kept,
+    LayerParams,
     ResidentRows,
     ScoredLayer,
 )
@@ -52,7 +52,7 @@ def decode_resident(
     value: torch.Tensor,
     pages: Pages,
     rows: ResidentRows,
-    params: DecodeParams,
+    params: LayerParams,
     output: torch.Tensor,
 ) -> None:
     """See `Kernels.decode_resident`."""
@@ -91,7 +91,7 @@ def select(
     placement: int,
     first_query: int,
     config: H2OConfig,
-    params: DecodeParams,
+    params: LayerParams,
 ) -> Kept:
     """Select the tokens that each KV head keeps, as `select_residents` says.
 
@@ -214,7 +214,7 @@ def put_merged(
     placement: int,
     kept: Kept,
     merges: list[tuple[torch.Tensor | None, float]],
-    params: DecodeParams,
+    params: LayerParams,
 ) -> None:
     """Overwrite the values of what was kept; arguments as of `copy_kept`."""
     rows = rows_of_slots(target_blocks, placement)
@@ -233,7 +233,7 @@ def start(
     first: int,
     end: int,
     state: State,
-    params: DecodeParams,
+    params: LayerParams,
 ) -> None:
     """See `Kernels.start`."""
     size = pages.block_size
@@ -263,7 +263,7 @@ def observe(
     dense_blocks: torch.Tensor,
     first_position: int,
     state: State,
-    params: DecodeParams,
+    params: LayerParams,
 ) -> None:
     """See `Kernels.observe`."""
     end = first_position + len(query)
@@ -284,7 +284,7 @@ def attend_observed(
     first_position: int,
     first_scoring: int,
     state: State,
-    params: DecodeParams,
+    params: LayerParams,
     output: torch.Tensor,
 ) -> None:
     """See `Kernels.attend_observed`."""

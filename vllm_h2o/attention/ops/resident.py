@@ -6,7 +6,7 @@ from itertools import takewhile
 
 import torch
 
-from vllm_h2o.attention.ops.types import DecodeParams, ResidentRows
+from vllm_h2o.attention.ops.types import LayerParams, ResidentRows
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import UNIFORM
 from vllm_h2o.policy.layout import place_of
@@ -59,7 +59,7 @@ class Resident:
         rows: ResidentRows,
         row: int,
         head: int,
-        params: DecodeParams,
+        params: LayerParams,
     ) -> None:
         self.head, self.params = head, params
         self.position = int(rows.positions[row])

@@ -102,8 +102,8 @@ class Chunk:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeParams:
-    """What one layer's decode step depends on besides its tensors.
+class LayerParams:
+    """The constants of a layer, which its operations depend on besides tensors.
 
     Compared by identity, so that a kernel can remember what it made of them.
 
@@ -220,7 +220,7 @@ class ScoredLayer:
 
     pages: Pages
     state: State
-    params: DecodeParams
+    params: LayerParams
     dense: Pages | None = None
 
     @property

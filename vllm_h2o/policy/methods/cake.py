@@ -33,13 +33,13 @@ class Cake(Sum):
     recent, where they keep the observed queries' 32; nothing is pooled while it
     generates, where neighbours in the cache are strangers in the text; the prompt is
     compressed once, at its end, and not layer by layer while it is read. They tune t1
-    and t2 for each model and budget.
+    and t2 for each model and budget, where these are 1.
 
     Attributes:
         score_decay: See the base class.
-        cake_gamma: Weight of the variance.
-        cake_t1: 1 over the power of the entropy in P.
-        cake_t2: 1 over the power of the variance in P.
+        gamma: Weight of the variance.
+        t1: 1 over the power of the entropy in P.
+        t2: 1 over the power of the variance in P.
 
     Source: CAKE (Qin et al., arXiv 2503.12491), `antgroup/cakekv`.
     """
@@ -48,9 +48,9 @@ class Cake(Sum):
     fused_form = "sum"
     prompt_fields = ("square", "entropy")
     score_decay: float = 0.0
-    cake_gamma: float = 200.0
-    cake_t1: float = 1.0
-    cake_t2: float = 1.0
+    gamma: float = 200.0
+    t1: float = 1.0
+    t2: float = 1.0
 
     def observe_prompt(self, state: State, probs: torch.Tensor) -> None:
         """See the base class; plain sums, so that chunks do not matter."""
@@ -67,7 +67,7 @@ class Cake(Sum):
     def score_prompt(self, state: State, queries: Queries) -> torch.Tensor:
         """See the base class."""
         mean = state["attention"] / (queries.count() * queries.group)
-        return mean + self.cake_gamma * self.variance(state, queries)
+        return mean + self.gamma * self.variance(state, queries)
 
     def pool(self, scores: torch.Tensor, width: int) -> torch.Tensor:
         """See the base class: the mean, with zeros beyond both ends."""
@@ -92,4 +92,4 @@ class Cake(Sum):
         old = slice(queries.first or queries.seen)
         entropy = state["entropy"][:, old].sum(dim=1).clamp(min=0)
         variance = self.variance(state, queries)[:, old].sum(dim=1).clamp(min=0)
-        return entropy.log() / self.cake_t1 + variance.log() / self.cake_t2
+        return entropy.log() / self.t1 + variance.log() / self.t2

@@ -12,9 +12,9 @@ import torch
 
 from vllm_h2o.attention.ops import (
     Capability,
-    DecodeParams,
     Held,
     Kept,
+    LayerParams,
     ResidentRows,
     ScoredLayer,
     reference,
@@ -60,7 +60,7 @@ def decode_resident(
     value: torch.Tensor,
     pages: Pages,
     rows: ResidentRows,
-    params: DecodeParams,
+    params: LayerParams,
     output: torch.Tensor,
 ) -> None:
     """See `Kernels.decode_resident`."""
@@ -261,7 +261,7 @@ def observe(
     dense_blocks: torch.Tensor,
     first_position: int,
     state: State,
-    params: DecodeParams,
+    params: LayerParams,
 ) -> None:
     """See `Kernels.observe`."""
     if params.fused_prompt_form is None:
@@ -277,7 +277,7 @@ def attend_observed(
     first_position: int,
     first_scoring: int,
     state: State,
-    params: DecodeParams,
+    params: LayerParams,
     output: torch.Tensor | None,
 ) -> None:
     """See `Kernels.attend_observed`; None: nobody wants the output."""

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from vllm_h2o.attention.ops.types import DecodeParams, ScoredLayer
+from vllm_h2o.attention.ops.types import LayerParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.quantization import NUM_SCALES
@@ -85,11 +85,11 @@ _Kind = TypeVar("_Kind", DecodeArgs, ObserveArgs)
 
 
 _LAYER_ARGS: WeakKeyDictionary[
-    Pages, WeakKeyDictionary[DecodeParams, dict[type, ctypes.Structure]]
+    Pages, WeakKeyDictionary[LayerParams, dict[type, ctypes.Structure]]
 ] = WeakKeyDictionary()
 
 
-def layer_args(pages: Pages, params: DecodeParams, kind: type[_Kind]) -> _Kind:
+def layer_args(pages: Pages, params: LayerParams, kind: type[_Kind]) -> _Kind:
     """A kernel's arguments with a layer's constants in, the others zero.
 
     Copied from what is made once: making it in every step would take as long as a
@@ -108,7 +108,7 @@ def layer_args(pages: Pages, params: DecodeParams, kind: type[_Kind]) -> _Kind:
     return args
 
 
-def _make_slot_args(pages: Pages, params: DecodeParams) -> DecodeArgs:
+def _make_slot_args(pages: Pages, params: LayerParams) -> DecodeArgs:
     layout, own = params.layout, params.placements
     assert params.fused_form in FORMS, params.method
     args = DecodeArgs(

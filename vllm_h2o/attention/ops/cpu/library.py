@@ -19,7 +19,7 @@ from pathlib import Path
 
 from vllm.logger import init_logger
 
-from vllm_h2o.core.cache import CACHE, cache_root
+from vllm_h2o.core.folders import CACHE, cache_root
 from vllm_h2o.policy.options import shortened, shown
 
 logger = init_logger(f"vllm.{__name__}")

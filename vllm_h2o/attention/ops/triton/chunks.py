@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import DecodeParams, Held, chunks
+from vllm_h2o.attention.ops import Held, LayerParams, chunks
 from vllm_h2o.attention.ops.triton.growth import VARYING, copy_slots, staged_slots
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
@@ -62,9 +62,7 @@ def held_kernel(
 class StagedHeads(chunks.HeldHeads):
     """What the KV heads of a layer hold, copied out of their pages at once."""
 
-    def __init__(
-        self, pages: Pages, held: Held, end: int, params: DecodeParams
-    ) -> None:
+    def __init__(self, pages: Pages, held: Held, end: int, params: LayerParams) -> None:
         """Copy it; what is put stays here until `write`."""
         self._pages, self._held, self._params = pages, held, params
         num_kv_heads = pages.keys.shape[1]

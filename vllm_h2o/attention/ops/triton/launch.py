@@ -14,7 +14,7 @@ import torch
 import triton
 
 from vllm_h2o.attention.device_tables import DeviceTables
-from vllm_h2o.attention.ops import Capability, DecodeParams, ResidentRows
+from vllm_h2o.attention.ops import Capability, LayerParams, ResidentRows
 from vllm_h2o.attention.ops.triton.combine import combine_kernel
 from vllm_h2o.attention.ops.triton.decode import attend_kernel
 from vllm_h2o.attention.ops.triton.splitting import (
@@ -51,7 +51,7 @@ def decode_resident(
     value: torch.Tensor,
     pages: Pages,
     rows: ResidentRows,
-    params: DecodeParams,
+    params: LayerParams,
     output: torch.Tensor,
 ) -> None:
     """See `Kernels.decode_resident`.
@@ -220,7 +220,7 @@ def _check_strides(
 def _shapes(
     query: torch.Tensor,
     num_kv_heads: int,
-    params: DecodeParams,
+    params: LayerParams,
     scratch: DecodeScratch,
     scored: bool,
 ) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import DecodeParams
+from vllm_h2o.attention.ops import LayerParams
 from vllm_h2o.attention.ops.triton.launch import check_supported
 from vllm_h2o.attention.ops.triton.slots import page_offsets, soft_capped
 from vllm_h2o.attention.ops.triton.splitting import num_sms
@@ -156,7 +156,7 @@ def observe(
     dense_blocks: torch.Tensor,
     first_position: int,
     state: State,
-    params: DecodeParams,
+    params: LayerParams,
     lse: torch.Tensor | None = None,
 ) -> None:
     """See `Kernels.observe`.

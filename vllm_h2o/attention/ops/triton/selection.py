@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import DecodeParams, Kept
+from vllm_h2o.attention.ops import Kept, LayerParams
 from vllm_h2o.attention.ops.triton.slots import sizes_of, slot_of
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.methods import State
@@ -209,7 +209,7 @@ def select(
     placement: int,
     first_query: int,
     config: H2OConfig,
-    params: DecodeParams,
+    params: LayerParams,
 ) -> Kept:
     """See `vllm_h2o.attention.ops.reference.select`."""
     attention = state["attention"]
