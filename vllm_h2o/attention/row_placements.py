@@ -54,7 +54,7 @@ class RowPlacements:
         return self.by_head or self._by_budget is not None
 
     @property
-    def split_requests(self) -> bool:
+    def splits_each_request(self) -> bool:
         """Whether requests split their slots each in its own way."""
         return self._by_request is not None
 

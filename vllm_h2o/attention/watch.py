@@ -110,7 +110,7 @@ class Watch:
         self, builder: H2OMetadataBuilder, request_id: str, budget: Budget
     ) -> Placement | None:
         """That which the request has once it fills its budget, if there is one yet."""
-        if builder.placements.split_requests:
+        if builder.placements.splits_each_request:
             return builder.placements.own(request_id)
         index = builder.placements.index(request_id, budget, True)
         if index == UNIFORM:

@@ -251,8 +251,12 @@ class Life:
         return self.span(num_computed).end
 
     def next_row(self, num_computed: int) -> RowPlan:
-        """The counts of a step before which so many tokens were computed, but for
-        computed and scheduled tokens."""
+        """Return the row of the step that is being planned, and note if it decodes.
+
+        Args:
+            num_computed: Tokens computed before the step. These and those of the step
+                are left 0 in the row.
+        """
         if not self.reads_on:
             return self.row
         span = self.span(num_computed)
