@@ -39,6 +39,8 @@ from vllm_h2o.policy.life import RowPlan
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
+SMALL_POOL = 36
+"""Blocks for the longest request and its residents; three of them do not fit."""
 HEADS = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 
 
