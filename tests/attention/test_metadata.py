@@ -28,6 +28,8 @@ ROWS = {
     "fits": RowPlan(0, 12, 12, BUDGET, BUDGET),
     "whole": RowPlan(40, 1, 30, BUDGET, BUDGET),
     "fills": RowPlan(BUDGET, 1, 10, 0, BUDGET),
+    "drafted": RowPlan(200, 4, 100, 80, BUDGET),
+    "short": RowPlan(50, 2, 30, 10, BUDGET),
 }
 
 
@@ -45,9 +47,9 @@ class Layer:
         return self
 
 
-def build(scheduled, batch, block_size=BLOCK_SIZE, page_slots=0, **given):
+def build(scheduled, batch, block_size=BLOCK_SIZE, page_slots=0, drafts=0, **given):
     """Metadata of a step scheduled in one order, in a batch of another."""
-    config = config_of(WINDOW, BUDGET, 48)
+    config = config_of(WINDOW, BUDGET, 48, drafts=drafts)
     plain = FullAttentionSpec(
         block_size=block_size, num_kv_heads=3, head_size=64, dtype=torch.float32
     )
@@ -104,6 +106,26 @@ def test_resident_rows_alone(scheduled):
     expected = common.block_table_tensor[:, first : first + BUDGET // BLOCK_SIZE]
     assert torch.equal(resident.block_table, expected)
     assert common.slot_mapping.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    "batch", [["chunk", "drafted", "old", "short"], ["drafted", "old", "short"]]
+)
+@pytest.mark.rule("R26")
+def test_rows_with_drafts(batch):
+    """Where their tokens are, and that vLLM writes none of them."""
+    metadata, common, _ = build(batch, batch, drafts=3)
+    resident, alone = metadata.resident, len(batch) == 3
+    assert resident.positions.tolist() == [200, 150, 50]
+    assert resident.counts.tolist() == [4, 1, 2]
+    assert resident.starts.tolist() == [0, 4, 5]
+    first_row, first = (0, 0) if alone else (1, ROWS["chunk"].num_scheduled_tokens)
+    assert metadata.drafted.index.tolist() == [first_row + i for i in range(3)]
+    if alone:
+        assert metadata.resident_tokens is None
+    else:
+        assert metadata.resident_tokens.tolist() == [*range(first, first + 7)]
+    assert common.slot_mapping.tolist() == [*range(first), *[-1] * 7]
 
 
 @pytest.mark.rule("R25")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from collections import deque
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -55,9 +56,15 @@ def config_of(
     prefill_chunk: int = 0,
     keep: str = "none",
     depth: int = 1,
+    drafts: int = 0,
 ) -> Any:
     """An engine config with H2O on; for `beside` see `spec_beside`, for the others
     `Driver`."""
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": drafts,
+        "prompt_lookup_max": 3,
+    }
     config = EngineArgs(
         str(SMOLLM2),
         skip_tokenizer_init=True,
@@ -70,6 +77,7 @@ def config_of(
         max_num_seqs=16,
         dtype="float32",
         enable_prefix_caching=True,
+        speculative_config=ngram if drafts else None,
     ).create_engine_config()
     # No attention on CPU takes blocks this small, but they find more in a scheduler.
     config.cache_config.block_size = BLOCK_SIZE
@@ -152,6 +160,7 @@ class Driver:
         prefill_chunk: int = 0,
         keep: str = "none",
         depth: int = 1,
+        drafts: int = 0,
     ) -> None:
         """Make the scheduler.
 
@@ -162,15 +171,21 @@ class Driver:
             beside: Layers that H2O leaves alone; see `spec_beside`.
             log_stats: Whether metrics are counted.
             depth: Steps in flight, at most.
+            drafts: Of a request in a step, at most.
         """
         config = config_of(
-            window, budget, chunk, policy, resident, beside, prefill_chunk, keep, depth
-        )
+            window, budget, chunk, policy, resident, beside, prefill_chunk, keep, depth,
+            drafts,
+        )  # fmt: skip
+        self.drafts, self.draw = drafts, random.Random(drafts)
+        self.refused = self.accepted = 0
         self.depth = depth
         self.prefill_chunk, self.keep = prefill_chunk, keep
         self.requests: dict[str, Request] = {}
         self.ends: dict[str, int] = {}
         """Tokens that each request has computed when its steps so far have run."""
+        self.reached: dict[str, int] = {}
+        """The most that it had computed, with drafts that were refused."""
         self.contents: dict[int, tuple[str, int, int]] = {}
         """Of blocks then: whose they are, in which of its resident columns, and for
         how many tokens if they are another's copy of these."""
@@ -319,12 +334,21 @@ class Driver:
         sampled: list[list[int]] = []
         for name in names:
             row = output.h2o_plan.rows[name]
+            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
             end = row.num_computed_tokens + row.num_scheduled_tokens
-            sampled.append([next(self.token)] if end >= self.read[name] else [])
+            stay = self.draw.randint(0, drafts)
+            self.refused += drafts - stay
+            self.accepted += stay
+            new = [next(self.token) for _ in range(1 + stay)]
+            sampled.append(new if end >= self.read[name] else [])
             self.outputs.setdefault(name, []).extend(sampled[-1])
+            self.ends[name] -= drafts - stay
         index = {name: i for i, name in enumerate(names)}
         result = ModelRunnerOutput(names, index, sampled)
         said = self.scheduler.update_from_output(output, result)
+        if self.drafts:
+            drafted = [[7] * self.draw.randint(0, self.drafts) for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafted))
         for outputs in said.values():
             for ended in outputs.outputs:
                 if ended.finish_reason is not None:
@@ -373,7 +397,7 @@ class Driver:
             most = request.num_prompt_tokens + request.max_tokens
             assert is_full(request) or most <= max(self.budget_of(request), end + 1)
             assert computed <= self.runs_to[name]
-            assert len(blocks) == -(-computed // BLOCK_SIZE)
+            assert len(blocks) == -(-self.reached[name] // BLOCK_SIZE)
             return
         read_at_once = self.chunks.get(name, end)
         if name in self.gone_on:
@@ -392,7 +416,7 @@ class Driver:
         if manager.is_resident(name):
             resident = blocks[manager.dense_columns :]
             budget = self.budget_of(request)
-            held = budget if life.climb.grown_at else min(computed, budget)
+            held = budget if life.climb.grown_at else min(self.reached[name], budget)
             assert len(resident) == -(-held // self.slots)
         # Nothing is published past the prompt, of windowed layers neither.
         for group in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
@@ -434,23 +458,39 @@ class Driver:
                     chunk = self._note_chunk(request, budget)
                     self._check_admitted(request, row, chunk, min(end, chunk or end))
             end = row.num_computed_tokens + row.num_scheduled_tokens
+            reached = 0 if name in admitted else self.reached[name]
+            self.reached[name] = max(reached, end)
             if self.climbs(request) and not row.stays_dense:
                 self._check_growth(name, end, row, self.share_of(request))
             else:
                 assert row.budget == self.budget_of(request)
             assert row.decodes == (row.num_computed_tokens >= row.chunk_end)
+            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
             if row.decodes:
-                assert row.num_scheduled_tokens == 1
+                assert row.num_scheduled_tokens == 1 + drafts
+                if drafts and not row.stays_dense:
+                    self._check_boundaries(request, row, end)
                 assert row.stays_dense or self.transitions[name] == len(
                     self.starts[name] or {0}
                 )
             else:
                 self.starts[name].add(row.chunk_start)
                 self._check_chunk(name, row)
-                assert end <= row.chunk_end
+                assert end <= row.chunk_end and (is_full(request) or not drafts)
                 ends = end == row.chunk_end and not row.stays_dense
                 assert row.is_transition == ends
                 self.transitions[name] += row.is_transition
+
+    def _check_boundaries(self, request: Request, row: RowPlan, end: int) -> None:
+        """A step with drafts ends where heads part or the budget grows, at the latest,
+        and computes no token behind the last but one."""
+        start = row.num_computed_tokens
+        assert row.grown_at or not start < row.budget < end
+        if self.climbs(request):
+            step, is_last = self.steps[request.request_id], len(self.ladder.budgets) - 1
+            served = self.ladder.serves(step, self.share_of(request))
+            assert step == is_last or end <= served
+        assert end < request.num_prompt_tokens + request.max_tokens
 
     def _runs_to(self, request: Request, most: int) -> int:
         """Tokens that steps compute of a request at most, which ends with `most`.

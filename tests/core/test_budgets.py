@@ -91,3 +91,29 @@ def test_a_share_of_a_session_is_of_what_it_has_by_now():
         driver.drain()
     driver.abort("chat")
     driver.assert_pool_whole()
+
+
+@pytest.mark.parametrize("wishes", [{}, {"budget": 32}, {"policy": "full"}])
+def test_refused_drafts_are_not_counted_as_evicted(wishes):
+    driver = Driver(64, budget=64, drafts=4)
+    name = driver.add(list(range(100, 200)), 60, report=True, **wishes)
+    driver.drain()
+    assert driver.refused > 10 and driver.accepted > 10
+    held = {"full": 159}.get(wishes.get("policy"), wishes.get("budget", 64))
+    assert driver.reports[name]["tokens_evicted"] == 159 - held
+    assert driver.scheduler.h2o_stats.tokens_evicted == 159 - held
+
+
+def test_drafts_end_where_the_budget_grows():
+    """Steps begin where heads part and where the budget grows; the last token that is
+    asked for is not computed."""
+    driver = Driver(64, budget="25%", drafts=4)
+    driver.add(list(range(100, 130)), 150)
+    starts = set()
+    while driver.scheduler.has_unfinished_requests():
+        (row,) = driver.schedule().h2o_plan.rows.values()
+        starts.add(row.num_computed_tokens)
+        driver.process()
+    served = {n for n in driver.ladder.lengths if 32 < n < 179}
+    assert served and {32, *served} <= starts
+    assert driver.accepted > 20

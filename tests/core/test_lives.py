@@ -25,6 +25,7 @@ class Lives(RuleBasedStateMachine):
     resident = "model"
     prefill_chunk = 0
     keep = "none"
+    drafts = 0
     wishes = st.sampled_from(
         [{}, {"policy": "full"}, {"observation_window": 5}, {"policy": "h2o"}]
         + [{"observation_window": "all"}, {}]
@@ -50,6 +51,7 @@ class Lives(RuleBasedStateMachine):
             prefill_chunk=self.prefill_chunk,
             keep=self.keep,
             depth=self.max_in_flight,
+            drafts=self.drafts,
         )
         self.alive: list[str] = []
         self.refused: list[str] = []
@@ -181,6 +183,20 @@ class KeptLives(AsyncLives):
     )
 
 
+class DraftedLives(Lives):
+    """vLLM speculates."""
+
+    drafts = 3
+
+
+class DraftedChunkedLives(ChunkedLives):
+    """The same, where prompts are read in chunks, and what is held is kept."""
+
+    depths = st.just(1)
+    keep = "prompt"
+    drafts = 4
+
+
 @pytest.mark.parametrize(
     "machine",
     [
@@ -195,6 +211,8 @@ class KeptLives(AsyncLives):
         ChunkedHybridLives,
         ChunkedStateLives,
         KeptLives,
+        DraftedLives,
+        DraftedChunkedLives,
     ],
 )
 @pytest.mark.rule("R23")

@@ -44,8 +44,10 @@ def test_offline_example(model):
     plain, small, share, full = reports
     tokens = full["tokens_held"]
     assert tokens > 1000 and full["budget"] is None and not full["tokens_evicted"]
-    assert [plain["budget"], small["budget"]] == [512, 256]
-    assert 0 <= share["budget"] - 0.2 * (tokens + 1) < 128
+    # Whole blocks, and a fifth of the memory holds up to twice as many tokens in int8.
+    block = 256
+    assert 0 <= plain["budget"] - 512 < block and 0 <= small["budget"] - 256 < block
+    assert 0.2 * (tokens + 1) < share["budget"] < 0.4 * (tokens + 1) + block
     for report in (plain, small, share):
         assert report["tokens_held"] == report["budget"]
         assert report["tokens_evicted"] == tokens - report["budget"]

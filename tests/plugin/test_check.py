@@ -12,7 +12,6 @@ from tests.engine.tiny_models import save_llama, save_qwen3_next
 from tests.models.families import FAMILIES
 from vllm_h2o.check import main
 
-SPECULATION = '{"method": "ngram", "num_speculative_tokens": 2}'
 TABLE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
@@ -59,9 +58,9 @@ def test_a_hybrid_is_as_its_engine_has_it(tmp_path):
         (
             [
                 "--speculative-config",
-                '{"method": "ngram", "num_speculative_tokens": 2}',
+                '{"method": "ngram_gpu", "num_speculative_tokens": 2}',
             ],
-            "refused: H2O does not support --speculative-config='ngram'",
+            "refused: H2O does not support --speculative-config with method='ngram_",
         ),
         (["--kv-policy", "full"], "refused: --kv-policy is 'full'"),
         (["--additional-config", '{"h2o": {"budget": 0}}'], "refused: h2o_budget .* 0"),

@@ -432,16 +432,24 @@ def test_runners_have_what_is_wrapped():
 
 def test_wrapping_twice_is_wrapping_once():
     class Runner:
-        input_batch = None
+        input_batch, speculative_config = None, object()
 
         def _determine_batch_execution_and_padding(self, **kwargs):
             return kwargs
+
+        def _update_states_after_model_execute(self, output_token_ids):
+            return output_token_ids
 
     stock, step = Runner(), StepRows()
     runner.follow(stock, step, is_v2=False)
     wrapped = stock._determine_batch_execution_and_padding
     runner.follow(stock, step, is_v2=False)
     assert stock._determine_batch_execution_and_padding is wrapped
+    sampled = torch.tensor([[3, -1, -1], [5, 7, 2]])
+    settled = []
+    step.settle = lambda counts: settled.append(counts.tolist())
+    assert stock._update_states_after_model_execute(sampled) is sampled
+    assert settled == [[1, 3]]
     assert wrapped() == {}
     step.begin(
         plan_of({"a": RowPlan(9, 1, 9, 0, 64), "b": RowPlan(3, 1, 9, 0, 64)}), []

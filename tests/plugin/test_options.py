@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cpu_backend, ops
-from vllm_h2o.attention.ops import cpu, triton
+from vllm_h2o.attention.ops import Capability, cpu, triton
 from vllm_h2o.calibration.head_profiles import why_not_measured
 from vllm_h2o.core.settings import (
     TRAINED_KEY,
@@ -274,10 +274,39 @@ def refused(options, *parts):
         assert part in str(error.value)
 
 
-def test_speculative_decoding_is_refused(model_of):
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    options = model_of("LlamaForCausalLM", **LLAMA) | {"speculative_config": ngram}
-    refused(options, "--speculative-config='ngram'", "drop --speculative-config")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("speculation", "options", "said", "fix"),
+    [
+        ({"method": "ngram_gpu"}, {}, "method='ngram_gpu'", "use ngram"),
+        ({}, {"h2o_merge": "value"}, "--h2o-merge='value'", "use 'none'"),
+        ({}, {"h2o_read": "50%"}, "--h2o-read='50%'", "use 100%"),
+        ({}, {"h2o_eviction_unit": "block"}, "--h2o-eviction-unit='block'", "'token'"),
+        ({}, {"h2o_score": "norm"}, "--h2o-score='norm'", "use sum"),
+        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size=2", "use 1"),
+    ],
+)
+def test_what_drafts_can_not_be_taken_back_from_is_refused(
+    model_of, speculation, options, said, fix
+):
+    options |= model_of("LlamaForCausalLM", **LLAMA)
+    options |= {"speculative_config": NGRAM | speculation}
+    refused(options, "--speculative-config with", said, fix, "or drop --speculative")
+
+
+def test_drafts_need_kernels_that_take_them_back(model_of, monkeypatch):
+    able = cpu.CAPABILITIES - {Capability.DRAFTS}
+    monkeypatch.setattr(cpu, "CAPABILITIES", able)
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"speculative_config": NGRAM}
+    refused(options, "--speculative-config='ngram'", "no kernel on CPU", "drop")
+
+
+def test_drafts_of_the_text_are_not_refused(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"speculative_config": NGRAM}
+    config = EngineArgs(kv_policy="h2o", dtype="float32", **options)
+    assert config.create_engine_config().num_speculative_tokens == 2
 
 
 def test_quantized_kv_cache_is_refused(model_of):

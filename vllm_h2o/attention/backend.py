@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.attention import ops
+from vllm_h2o.attention.drafts import Drafted
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.layer import BoundLayer
 from vllm_h2o.attention.metadata import H2OMetadata
@@ -201,7 +202,7 @@ class H2OImpl(_StockImpl):
         if metadata.resident is not None:
             self._decode(
                 (query, key, value, output), metadata.resident,
-                metadata.resident_tokens,
+                metadata.resident_tokens, metadata.drafted,
             )  # fmt: skip
         if metadata.dense is not None:
             self._decode(
@@ -370,11 +371,13 @@ class H2OImpl(_StockImpl):
         batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         rows: ResidentRows,
         tokens: torch.Tensor | None,
+        drafted: Drafted | None = None,
     ) -> None:
         """Decode rows of a batch, its query, key, value and output."""
         *inputs, output = batch
         if tokens is None:
-            all_rows = slice(0, len(rows.positions))
+            # Of several tokens a row it says itself which.
+            all_rows = slice(len(rows.positions) if rows.counts is None else None)
             query, key, value = (part[all_rows] for part in inputs)
             mine = output[all_rows]
         else:
@@ -383,7 +386,10 @@ class H2OImpl(_StockImpl):
         pages, params = self._layer.pages, self._layer.params
         if rows.stay_dense:
             pages, params = self._layer.dense, self._layer.dense_params
-        params.operations.decode_resident(query, key, value, pages, rows, params, mine)
+        log = drafted.log(pages, params) if drafted else None
+        params.operations.decode_resident(
+            query, key, value, pages, rows, params, mine, log
+        )
         if tokens is not None:
             output[tokens] = mine
 

@@ -13,11 +13,12 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_h2o.attention.drafts import Drafted
 from vllm_h2o.attention.ops import Chunk, Held, ResidentRows
 from vllm_h2o.attention.placements import Budget
 from vllm_h2o.attention.prompts import PromptRow
 from vllm_h2o.attention.row_placements import RowPlacements
-from vllm_h2o.attention.rows import RowTensors, select_rows
+from vllm_h2o.attention.rows import RowTensors, select_rows, tokens_of
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.upkeep import Upkeep
 from vllm_h2o.core.plan import ResidencyPlan
@@ -44,8 +45,8 @@ class H2OMetadata:
         stock_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
         prompts: Rows whose prompts score, are read on, or are compressed.
         resident: The resident rows, or None.
-        resident_tokens: `[num_rows]` int64 indices; None: the whole batch, one
-            token per row.
+        resident_tokens: `[n]` int64 indices of their tokens; None: the whole batch.
+        drafted: What takes back of them what is refused, if some have drafts.
         dense: Rows that decode and stay dense, where their pages are not those of
             resident rows; else they are among the latter. Where both are the whole
             batch, a row has position -1 in one of them.
@@ -58,6 +59,7 @@ class H2OMetadata:
     prompts: list[PromptRow] = field(default_factory=list)
     resident: ResidentRows | None = None
     resident_tokens: torch.Tensor | None = None
+    drafted: Drafted | None = None
     dense: ResidentRows | None = None
     dense_tokens: torch.Tensor | None = None
 
@@ -97,12 +99,17 @@ class H2OMetadataBuilder(_Stock):
         max_rows = vllm_config.scheduler_config.max_num_seqs
         scratch = self._decode_scratch(vllm_config, max_rows)
         blocks = self.layout.budget_blocks
-        self._tensors = RowTensors(max_rows, blocks, device, scratch)
+        speculates = vllm_config.num_speculative_tokens > 0
+        self._tensors = RowTensors(
+            max_rows, blocks, device, scratch, speculates=speculates
+        )
         # Rows that stay dense, where resident pages are other than vLLM's blocks.
         self._dense_tensors: RowTensors | None = None
         if not self.spec.pages_are_blocks:
             dense = cdiv(self.spec.dense_layout.budget, self.spec.block_size)
-            self._dense_tensors = RowTensors(max_rows, dense, device, scratch, True)
+            self._dense_tensors = RowTensors(
+                max_rows, dense, device, scratch, True, speculates
+            )
 
     def _decode_scratch(self, vllm_config: VllmConfig, max_rows: int) -> Any:
         """What the platform's decode kernels need beside their rows."""
@@ -189,6 +196,12 @@ class H2OMetadataBuilder(_Stock):
             metadata.resident, metadata.resident_tokens = self._rows_of(
                 decodes, common, rows, self._resident
             )
+            most_drafts = int(rows.num_scheduled_tokens[decodes].max()) - 1
+            if most_drafts:
+                index = torch.from_numpy(np.flatnonzero(decodes))
+                metadata.drafted = Drafted(metadata.resident, index, most_drafts)
+                assert self.step is not None
+                self.step.drafted.append(metadata.drafted)
 
     def _rows_of(
         self,
@@ -217,7 +230,7 @@ class H2OMetadataBuilder(_Stock):
             common.slot_mapping[: common.num_actual_tokens].fill_(-1)
         elif residents.any():
             rows = torch.from_numpy(np.flatnonzero(residents))
-            tokens = common.query_start_loc_cpu[rows].long()
+            tokens = tokens_of(common.query_start_loc_cpu, rows)
             on_device = async_tensor_h2d(tokens, common.slot_mapping.device)
             common.slot_mapping.index_fill_(0, on_device, -1)
 
@@ -226,12 +239,10 @@ class H2OMetadataBuilder(_Stock):
     ) -> ResidentRows:
         """Those of a batch of decodes that stay dense, by their dense blocks."""
         assert self._dense_tensors is not None
-        assert (plan.num_scheduled_tokens == 1).all()
-        num_rows = common.num_reqs
-        rows = self._dense_tensors.begin(num_rows, common.seq_lens, plan.first_queries)
+        rows = self._dense_tensors.begin(common, plan.first_queries)
         if not plan.stay_dense.all():
             rows.positions.masked_fill_(rows.positions >= rows.first_queries, -1)
-        table = common.block_table_tensor[:num_rows]
+        table = common.block_table_tensor[: common.num_reqs]
         rows.block_table.copy_(table[:, : rows.block_table.shape[1]])
         return rows
 
@@ -265,9 +276,7 @@ class H2OMetadataBuilder(_Stock):
         self, common: CommonAttentionMetadata, plan: ResidencyPlan
     ) -> ResidentRows:
         """The rows of a batch of decodes; rows after those of the plan are padding."""
-        assert (plan.num_scheduled_tokens == 1).all()
-        num_rows = common.num_reqs
-        rows = self._tensors.begin(num_rows, common.seq_lens, plan.first_queries)
+        rows = self._tensors.begin(common, plan.first_queries)
         if rows.logit_starts is not None or rows.placements is not None:
             placements = self.placements.of_rows(plan)
         if rows.logit_starts is not None:
@@ -277,7 +286,7 @@ class H2OMetadataBuilder(_Stock):
             async_tensor_h2d(placements, out=rows.placements[: len(placements)])
             assert rows.grown_at is not None
             async_tensor_h2d(plan.grown_at, out=rows.grown_at[: len(placements)])
-        table = common.block_table_tensor[:num_rows]
+        table = common.block_table_tensor[: common.num_reqs]
         resident = self.spec.resident_pages(table, self.layout.budget)
         rows.block_table.copy_(resident)
         if plan.stay_dense.any():

@@ -26,6 +26,7 @@ class RowTensors:
         device: torch.device,
         scratch: Any,
         stay_dense: bool = False,
+        speculates: bool = False,
     ) -> None:
         """Make the tensors.
 
@@ -35,15 +36,18 @@ class RowTensors:
             device: Of the kernels.
             scratch: What the kernels hand to each other; None: nothing.
             stay_dense: See `ResidentRows`.
+            speculates: Whether rows may have several tokens.
         """
         self.max_rows, self._scratch = max_rows, scratch
-        self._stay_dense = stay_dense
+        self._stay_dense, self._speculates = stay_dense, speculates
         self._scores = scratch is not None and not stay_dense
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._first_queries = torch.zeros_like(self._positions)
         self._placements = torch.zeros_like(self._positions, dtype=torch.int32)
         self._grown_at = torch.zeros_like(self._positions)
         self._logit_starts = torch.zeros_like(self._positions)
+        self._counts = torch.ones_like(self._positions, dtype=torch.int32)
+        self._starts = torch.zeros_like(self._counts)
         self._block_table = torch.zeros(
             max_rows, budget_blocks, dtype=torch.int32, device=device
         )
@@ -67,22 +71,29 @@ class RowTensors:
                 self._logit_starts[:num_rows] if self._scores else None,
                 self._grown_at[:num_rows] if self._has_placements else None,
                 self._stay_dense,
+                self._counts[:num_rows] if self._speculates else None,
+                self._starts[:num_rows] if self._speculates else None,
             )
         return self._views[num_rows]
 
     def begin(
-        self, num_rows: int, seq_lens: torch.Tensor, first_queries: npt.NDArray[Any]
+        self, common: CommonAttentionMetadata, first_queries: npt.NDArray[Any]
     ) -> ResidentRows:
-        """The first rows, with what all have of a step; later ones are padding.
+        """The rows of a batch, with what all have of a step.
 
         Args:
-            num_rows: Of the batch, padding included.
-            seq_lens: `[>= num_rows]` tokens of each with this step's; of padding 0,
-                which makes its position -1.
-            first_queries: Of rows that are no padding.
+            common: The batch. Of padding `seq_lens` is 0, which makes its position -1.
+            first_queries: Of rows that are no padding; these come last.
         """
-        rows = self.rows(num_rows)
-        torch.sub(seq_lens[:num_rows], 1, out=rows.positions)
+        num_rows = common.num_reqs
+        rows, ends = self.rows(num_rows), common.seq_lens[:num_rows]
+        if rows.counts is None or rows.starts is None:
+            torch.sub(ends, 1, out=rows.positions)
+        else:
+            rows.starts.copy_(starts := common.query_start_loc[:num_rows])
+            after = common.query_start_loc[1 : num_rows + 1]
+            torch.sub(after, starts, out=rows.counts).clamp_(min=1)
+            torch.sub(ends, rows.counts, out=rows.positions)
         async_tensor_h2d(first_queries, out=rows.first_queries[: len(first_queries)])
         return rows
 
@@ -91,6 +102,19 @@ class RowTensors:
         rows = self.rows(num_rows)
         rows.positions.fill_(-1)
         return rows
+
+
+def tokens_of(starts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`[n]` int64 indices of some rows' tokens in a batch.
+
+    Args:
+        starts: `[num_reqs + 1]` int32 of each row's first, then behind the last.
+        rows: `[m]` int64.
+    """
+    lengths = starts.diff()[rows]
+    before = lengths.cumsum(0) - lengths
+    moved = (starts[rows] - before).long()
+    return moved.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def select_rows(
@@ -106,8 +130,7 @@ def select_rows(
     lengths = starts.diff()[chosen]
     start_loc_cpu = torch.zeros(len(chosen) + 1, dtype=starts.dtype)
     start_loc_cpu[1:] = lengths.cumsum(0)
-    moved = (starts[chosen] - start_loc_cpu[:-1]).long()
-    tokens_cpu = moved.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+    tokens_cpu = tokens_of(starts, chosen)
     device = common.seq_lens.device
     index = async_tensor_h2d(chosen, device)
     tokens = async_tensor_h2d(tokens_cpu, device)

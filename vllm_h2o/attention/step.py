@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_h2o.attention.drafts import Drafted
 from vllm_h2o.attention.prompts import Transitions
 from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.core.plan import ResidencyPlan
@@ -23,6 +24,10 @@ class StepRows:
         """The placements of each KV cache group that is compressed."""
         self.watchers: list[Callable[[Any, torch.Tensor, ResidencyPlan], None]] = []
         """Told of each step by each builder, with its block table; see watch.py."""
+        self.drafted: list[Drafted] = []
+        """What takes back drafts of the last step, of each group that has some."""
+        self.settle_watchers: list[Callable[[dict[str, int]], None]] = []
+        """Told how many tokens of the last step were taken back, by request."""
         self._plan: ResidencyPlan | None = None
 
     def begin(self, plan: ResidencyPlan, gone: Sequence[str]) -> None:
@@ -34,6 +39,7 @@ class StepRows:
                 last step.
         """
         self._plan = plan
+        self.drafted.clear()
         self._forget(name for name in gone if name not in plan.kept)
         self.transitions.run()
         self._forget(plan.kept)  # another may go on from what was due of these
@@ -44,6 +50,23 @@ class StepRows:
             for group in self.groups:
                 group.forget(request_id)
 
+    def settle(self, num_sampled: torch.Tensor) -> None:
+        """Take back the drafts that were refused, before anything else is run.
+
+        Args:
+            num_sampled: `[num_reqs]` tokens that each row of the last step has given:
+                one more than it has accepted.
+        """
+        drafted, self.drafted = self.drafted, []
+        for rows in drafted:
+            refused = rows.take_back(num_sampled)
+            if self.settle_watchers:
+                names = self.request_ids()
+                taken_back = zip(rows.index.tolist(), refused.tolist(), strict=True)
+                by_name = {names[i]: count for i, count in taken_back}
+                for watcher in self.settle_watchers:
+                    watcher(by_name)
+
     def end(self) -> None:
         """Forget the plan: what runs now is a dummy run."""
         self._plan = None
@@ -53,6 +76,8 @@ class StepRows:
         self.transitions.clear()
         self.groups.clear()
         self.watchers.clear()
+        self.settle_watchers.clear()
+        self.drafted.clear()
 
     @property
     def all_decode(self) -> bool:

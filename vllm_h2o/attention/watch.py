@@ -80,11 +80,13 @@ class Watch:
         self.requests: dict[str, WatchedRequest] = {}
         self._step, self._layers = step, layers
         step.watchers.append(self._note)
+        step.settle_watchers.append(self._take_back)
 
     def stop(self) -> None:
         """Follow no longer."""
         if self._note in self._step.watchers:
             self._step.watchers.remove(self._note)
+            self._step.settle_watchers.remove(self._take_back)
 
     def _note(
         self, builder: H2OMetadataBuilder, table: torch.Tensor, rows: ResidencyPlan
@@ -105,6 +107,11 @@ class Watch:
                 self.requests[request_id] = request
             pages = builder.spec.resident_pages(table[i], builder.layout.budget)
             request.pages |= dict.fromkeys(builder.layer_names, pages.cpu().long())
+
+    def _take_back(self, refused: dict[str, int]) -> None:
+        for request_id, count in refused.items():
+            if request_id in self.requests:
+                self.requests[request_id].end -= count
 
     def _placement(
         self, builder: H2OMetadataBuilder, request_id: str, budget: Budget

@@ -35,7 +35,8 @@ class Continuing:
             manager: Of the one group of layers.
             stats: Counts what is kept.
             hash_block_size: Tokens of a block as vLLM hashes them.
-            runs_ahead: Whether steps are scheduled before the last one has ended.
+            runs_ahead: Whether a step may have computed tokens behind the last one of
+                a turn: a step is scheduled before the last has ended, or has drafts.
         """
         self._manager, self._stats, self._runs_ahead = manager, stats, runs_ahead
         self._snapshots = Snapshots(hash_block_size)
@@ -118,8 +119,8 @@ class Continuing:
     def _keeps_prompt(self, request: Request) -> bool:
         """Whether what is held of the prompt stays.
 
-        Also of a session's turns: where one ends by a stop token, a step behind that
-        token has run, and what is held then is of no use to the next.
+        Also of a session's turns: where one ends by a stop token, tokens behind it may
+        have been computed, and what is held then is of no use to the next.
         """
         life = self._manager.lives[request.request_id]
         what = life.options.kept(life.terms.policy)

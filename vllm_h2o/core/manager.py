@@ -68,7 +68,9 @@ class H2OManager(FullAttentionManager):
         """Count for a KV cache group; see the base class for the arguments."""
         super().__init__(kv_cache_spec, **kwargs)
         layout = kv_cache_spec.layout
-        self.terms = Terms(kv_cache_spec.h2o, self.block_size, layout)
+        self.terms = Terms(
+            kv_cache_spec.h2o, self.block_size, layout, kv_cache_spec.reach
+        )
         self.budget, self._block_slots = layout.budget, layout.block_size
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0

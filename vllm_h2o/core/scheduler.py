@@ -24,7 +24,6 @@ from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.core.summary import summary
 from vllm_h2o.policy.life import Life
 from vllm_h2o.policy.options import NONE
-from vllm_h2o.policy.presets import FULL
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 
 if TYPE_CHECKING:
@@ -63,9 +62,11 @@ class H2OScheduler(AsyncScheduler):
                     manager._record_new_block_ids = True
         self.h2o_stats = H2OStats()
         self._continuing = self._make_continuing()
+        speculates = self.num_spec_tokens > 0
+        self._terms = self.h2o_managers[0].terms._replace(speculates=speculates)
         self._aligns_states = self.need_mamba_block_aligned_split
         # vLLM asks where steps have to end; see `_mamba_block_aligned_split`.
-        self.need_mamba_block_aligned_split |= self._spec.h2o.reads_on
+        self.need_mamba_block_aligned_split |= self._spec.h2o.reads_on or speculates
         self._layout = self._spec.layout
         device = self.vllm_config.device_config.device_type
         self._limits = self._spec.limits(device)
@@ -108,6 +109,7 @@ class H2OScheduler(AsyncScheduler):
                 f"layers with a window or a state of their own: use {NONE!r}"
             )
         runs_ahead = bool(self.scheduler_config.async_scheduling)
+        runs_ahead |= self.num_spec_tokens > 0
         manager, stats = self.h2o_managers[0], self.h2o_stats
         return Continuing(manager, stats, self.hash_block_size, runs_ahead)
 
@@ -195,8 +197,7 @@ class H2OScheduler(AsyncScheduler):
         runs_to = most
         if request.num_tokens + 1 < most:  # else it ends with its next token
             runs_to = min(most + self._overrun, self.max_model_len)
-        terms = self.h2o_managers[0].terms
-        life = Life.begin(terms, request.num_tokens, runs_to, climb, options)
+        life = Life.begin(self._terms, request.num_tokens, runs_to, climb, options)
         for manager in self.h2o_managers:
             manager.begin(request.request_id, life)
         hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
@@ -219,8 +220,8 @@ class H2OScheduler(AsyncScheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """End a prompt's step where a chunk ends that is compressed, and where a repeat
-        resumes: a state is kept at ends only.
+        """End a step where what is held is laid out anew (`Life.step_end`), and a
+        prompt's where a repeat resumes: a state is kept at ends only.
 
         vLLM keeps one at the prompt's last whole block, behind which the queries that
         score may have begun.
@@ -244,7 +245,18 @@ class H2OScheduler(AsyncScheduler):
         """Take in a step's results, with what its transitions took."""
         if self.log_stats:
             self._reporter.time(model_runner_output)
+        if scheduler_output.scheduled_spec_decode_tokens:
+            plan = getattr(scheduler_output, PLAN_ATTRIBUTE)
+            self.h2o_stats.take_back(plan, scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if self.num_spec_tokens and not self.scheduler_config.async_scheduling:
+            # vLLM's asynchronous scheduler announces drafts that follow in the worker.
+            # Here they come once the step has ended.
+            for name in scheduler_output.num_scheduled_tokens:
+                self.requests[name].spec_token_ids = []
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """What the front end's loggers get, with our report in it."""
@@ -288,17 +300,7 @@ class H2OScheduler(AsyncScheduler):
         if life is None or not life.options.report:
             return None
         # The last token that it was given has never been computed.
-        tokens, full = request.num_tokens - 1, life.options.is_full
-        held = life.tokens_held(tokens)
-        said = {
-            "policy": FULL if full else self._spec.h2o.policy,
-            "budget": None if full else life.budget,
-            "tokens_held": held,
-            "tokens_evicted": tokens - held,
-        }
-        if life.options.continue_:
-            said["tokens_continued"] = life.start
-        return said
+        return life.report(request.num_tokens - 1)
 
     def _handle_stopped_request(self, request: Request) -> bool:
         if self._continuing is not None:

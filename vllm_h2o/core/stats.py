@@ -13,6 +13,7 @@ from vllm_h2o.policy.layout import SlotLayout
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_h2o.core.manager import H2OManager
 
@@ -74,12 +75,13 @@ class H2OStats:
         budgets = plan.budgets
         computed, scheduled = plan.num_computed_tokens, plan.num_scheduled_tokens
         compressed = plan.first_queries < ends  # else it stays dense
-        # A request that decodes has one token.
         # See `policy.layout.place_of`.
         shifts = plan.grown_at - np.minimum(plan.grown_at, plan.grown_from)
         places = computed - shifts
-        evicting = compressed & plan.decodes & (places >= budgets)
-        self.tokens_evicted += int(np.count_nonzero(evicting))
+        decodes = compressed & plan.decodes
+        evicted = places + scheduled - np.maximum(places, budgets)
+        self.tokens_evicted += int(np.maximum(evicted, 0)[decodes].sum())
+        evicting = decodes & (places >= budgets)
         if layout.whole_blocks:
             for before in computed[evicting].tolist():
                 self.tokens_evicted -= tokens_held(before + 1) - tokens_held(before)
@@ -91,6 +93,26 @@ class H2OStats:
         if layout.whole_blocks:  # then every request has the engine's budget
             for end in ends[ending].tolist():
                 self.tokens_evicted += min(end, layout.budget) - tokens_held(end)
+
+    def take_back(
+        self, plan: ResidencyPlan, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> None:
+        """Count the drafts of a step that were refused as not computed.
+
+        Args:
+            plan: Of the step, which has been counted.
+            output: The scheduled step.
+            result: What it has given: of each request one token more than it accepted.
+        """
+        rows, sampled = plan.rows, result.sampled_token_ids
+        for name, drafts in output.scheduled_spec_decode_tokens.items():
+            row = rows[name]
+            if not row.decodes or row.stays_dense:
+                continue
+            refused = len(drafts) + 1 - len(sampled[result.req_id_to_index[name]])
+            shift = row.grown_at - min(row.grown_at, row.grown_from)
+            place = row.num_computed_tokens + row.num_scheduled_tokens - shift
+            self.tokens_evicted -= max(0, place - max(place - refused, row.budget))
 
     def as_dict(self) -> dict[str, int]:
         """The counters by name."""

@@ -1,15 +1,19 @@
 """What H2O needs of vLLM's model runners, V1 and V2, on every platform.
 
 Target: `_determine_batch_execution_and_padding` of runner V1,
-    `gather_batch_req_state` of runner V2; of the worker's own runner only.
+    `gather_batch_req_state` of runner V2, and where vLLM speculates
+    `_update_states_after_model_execute` of V1; of the worker's own runner only.
 Why: the metadata builder must know which request a row is, and both runners take a
     batch of one token per request for a decode. A prompt's step may have one token
-    too, and the CUDA graph of a resident decode must not be replayed for it.
-How: both are wrapped. V1 keeps its batch in row order; V2 orders each step anew, and
+    too, and the CUDA graph of a resident decode must not be replayed for it. What
+    drafts have changed that were refused must be undone before the next step.
+How: all are wrapped. V1 keeps its batch in row order; V2 orders each step anew, and
     says how in what it returns. With a prompt in the batch both then say that it is no
-    uniform decode, which vLLM runs piecewise, with attention outside the graphs.
+    uniform decode, which vLLM runs piecewise, with attention outside the graphs. The
+    last is called with what was sampled, right after that.
 Upstream: not proposed.
-Remove when: a metadata builder gets request ids, and may veto a full graph.
+Remove when: a metadata builder gets request ids and what was sampled, and may veto a
+    full graph.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vllm_h2o.core.compat import INSTALL
 
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 
 _V1 = "_determine_batch_execution_and_padding"
 _V2 = "gather_batch_req_state"
+_SAMPLED_V1 = "_update_states_after_model_execute"
 
 
 def follow(runner: Any, step: StepRows, is_v2: bool) -> None:
@@ -49,6 +56,9 @@ def follow(runner: Any, step: StepRows, is_v2: bool) -> None:
     setattr(runner, name, wrapper)
     if not is_v2:
         step.request_ids = lambda: runner.input_batch.req_ids
+        if runner.speculative_config is not None:
+            settling = _settling_v1(getattr(runner, _SAMPLED_V1), step)
+            setattr(runner, _SAMPLED_V1, settling)
 
 
 def _following_v1(determine: Any, step: StepRows) -> Any:
@@ -57,6 +67,16 @@ def _following_v1(determine: Any, step: StepRows) -> Any:
         if not step.all_decode:
             kwargs["force_uniform_decode"] = False
         return determine(*args, **kwargs)
+
+    return wrapper
+
+
+def _settling_v1(update: Any, step: StepRows) -> Any:
+    @functools.wraps(update)
+    def wrapper(output_token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # -1 behind the last one that a row has given.
+        step.settle((output_token_ids != -1).sum(dim=1))
+        return update(output_token_ids, *args, **kwargs)
 
     return wrapper
 

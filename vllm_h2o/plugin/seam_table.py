@@ -112,6 +112,10 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "v1.core.sched.scheduler:Scheduler.update_from_output": (
         "(self, scheduler_output, model_runner_output)",
     ),
+    "v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": (
+        "(self, scheduler_output)",
+    ),
+    "v1.core.sched.scheduler:Scheduler.num_spec_tokens": ("",),
     "v1.core.sched.scheduler:Scheduler.make_stats": (
         "(self, spec_decoding_stats=, kv_connector_stats=, cudagraph_stats=, perf_stats=, ec_connector_stats=)",
     ),
@@ -398,6 +402,10 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding": (
         "(self, num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, use_cascade_attn=, allow_microbatching=, force_eager=, force_uniform_decode=, force_has_lora=, force_num_active_loras=, num_encoder_reqs=)",
     ),
+    "v1.worker.gpu_model_runner:GPUModelRunner._update_states_after_model_execute": (
+        "(self, output_token_ids, scheduler_output)",
+    ),
+    "v1.worker.gpu_model_runner:GPUModelRunner.speculative_config": ("",),
     "v1.worker.gpu_model_runner:GPUModelRunner._attn_group_iterator": ("(self)",),
     "v1.worker.gpu_model_runner:GPUModelRunner.input_batch": ("",),
     "v1.worker.gpu_model_runner:GPUModelRunner.get_model": ("(self)",),
@@ -480,6 +488,14 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "config.vllm:VllmConfig.additional_config": ("is dict | SupportsHash",),
     "config.vllm:VllmConfig.use_v2_model_runner": ("(self)",),
     "config.vllm:VllmConfig.speculative_config": ("is SpeculativeConfig | None",),
+    "config.vllm:VllmConfig.num_speculative_tokens": ("(self)",),
+    "config.speculative:SpeculativeConfig.method": ("is SpeculativeMethod | None",),
+    "v1.core.sched.output:SchedulerOutput.scheduled_spec_decode_tokens": (
+        "is dict[str, list[int]]",
+    ),
+    "v1.outputs:ModelRunnerOutput.sampled_token_ids": ("is list[list[int]]",),
+    "v1.outputs:ModelRunnerOutput.req_id_to_index": ("is dict[str, int]",),
+    "v1.request:Request.spec_token_ids": ("is list[int]",),
     "config.vllm:VllmConfig.aux_output_config": ("is AuxOutputConfig",),
     "config.aux_output:AuxOutputConfig.enabled": ("(self)",),
     "config.vllm:VllmConfig.kv_transfer_config": ("is KVTransferConfig | None",),

@@ -26,6 +26,7 @@ from vllm_h2o.plugin.engine_args import (
     needed_worker_cls,
 )
 from vllm_h2o.policy import rules
+from vllm_h2o.policy.methods import fused_form_of
 from vllm_h2o.policy.options import (
     MEASURE,
     NONE,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 _OFF = "or drop --kv-policy (kv_policy, enable_h2o)"
 _WINDOWED = {"sliding_attention", "chunked_attention"}
+_DRAFTS_OF_TEXT = "ngram", "suffix", "custom_class"
+"""Methods of vLLM's that draft on the host, without layers of their own."""
 
 
 def check_vllm_config(vllm_config: VllmConfig) -> None:
@@ -59,6 +62,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     _check_classes(vllm_config)
     _drop_idle_window(vllm_config)
     _check_model(vllm_config)
+    _check_speculation(vllm_config, config)
     _check_reading_on(vllm_config, config)
     _check_parallel(vllm_config)
     _check_cache(vllm_config)
@@ -123,9 +127,6 @@ def _drop_idle_window(vllm_config: VllmConfig) -> None:
 
 def _check_model(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
-    if vllm_config.speculative_config is not None:
-        method = vllm_config.speculative_config.method
-        _refuse("--speculative-config", method, "drop --speculative-config")
     if model.is_attention_free or _layer_kinds(vllm_config) <= _WINDOWED:
         fix = "use a model with full-attention layers, there is nothing to compress"
         _refuse("attention-free or sliding-window model", model.model, fix)
@@ -146,6 +147,31 @@ def _check_model(vllm_config: VllmConfig) -> None:
     ):
         fix = "drop it: this model has layers with a window or a state of their own"
         _refuse("--disable-hybrid-kv-cache-manager", True, fix)
+
+
+def _check_speculation(vllm_config: VllmConfig, config: H2OConfig) -> None:
+    if (speculative := vllm_config.speculative_config) is None:
+        return
+    option, method = "--speculative-config", speculative.method
+    model = vllm_config.model_config
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    whole_blocks = config.eviction_unit == "block"
+    asked = (
+        # Layers of a drafter have a cache that H2O does not lay out.
+        (method not in _DRAFTS_OF_TEXT, "method", method, f"use {_DRAFTS_OF_TEXT[0]}"),
+        # What went into other values can not be taken out of them again.
+        (config.merges, "--h2o-merge", config.merge, f"use {NONE!r}"),
+        (config.reads_part, "--h2o-read", config.read, "use 100%"),
+        (whole_blocks, "--h2o-eviction-unit", config.eviction_unit, "use 'token'"),
+        # What a method keeps beside attention is noted nowhere.
+        (fused_form_of(config.method) is None, "--h2o-score", config.score, "use sum"),
+        # Only the last stage learns what was refused.
+        (stages > 1, "--pipeline-parallel-size", stages, "use 1"),
+        (model.is_hybrid, "a model with states", model.model, "use another model"),
+    )
+    for holds, beside, value, fix in asked:
+        if holds:
+            _refuse(f"{option} with {beside}", value, f"{fix}, or drop {option}")
 
 
 def _check_reading_on(vllm_config: VllmConfig, config: H2OConfig) -> None:
@@ -253,10 +279,12 @@ def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
 
         check_layer(*shape)
         check_kernels(config, named or cpu, where or "CPU")
+        _check_drafts(vllm_config, named or cpu, where or "CPU")
         return
     from vllm_h2o.attention.ops import triton
 
     check_kernels(config, named or triton, where or "CUDA")
+    _check_drafts(vllm_config, named or triton, where or "CUDA")
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
     triton.check_supported(*shape, heads, kv_heads)
@@ -276,6 +304,13 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
         "in plain torch, slowly and on CPU only"
     )
     rules.check_kernels(config, kernels.FORMS, kernels.CAPABILITIES, lacking)
+
+
+def _check_drafts(vllm_config: VllmConfig, kernels: Kernels, platform: str) -> None:
+    speculative = vllm_config.speculative_config
+    if speculative is not None and rules.Capability.DRAFTS not in kernels.CAPABILITIES:
+        fix = f"it has no kernel on {platform} yet: drop --speculative-config"
+        _refuse("--speculative-config", speculative.method, fix)
 
 
 def check_cuda_options(vllm_config: VllmConfig) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_h2o.policy.chunks import ChunkSpan, chunk_at, chunk_tokens
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Climb
 from vllm_h2o.policy.layout import SlotLayout, first_observer, place_of
+from vllm_h2o.policy.presets import FULL
+from vllm_h2o.policy.reach import Reach
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 
 
@@ -103,11 +105,15 @@ class Terms(NamedTuple):
         policy: The engine's.
         block_size: Tokens of a dense block.
         layout: The slots of the longest request, in resident blocks.
+        reach: How far back keys may be, where they move; None: they do not.
+        speculates: Whether a step may decode several tokens of a request.
     """
 
     policy: H2OConfig
     block_size: int
     layout: SlotLayout
+    reach: Reach | None = None
+    speculates: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +126,7 @@ class Life:
         prefill_end: Tokens known at its admission, which are read as a prompt: after a
             preemption with what was generated before it; all that it can have, if it
             asks to keep all.
+        most_tokens: Tokens that steps compute of it at most, and one more.
         first_query: Position of the first query that scores, see `RowPlan`.
         climb: Its budget, and how that has grown.
         chunk: Tokens of a chunk, whole blocks; 0: its prompt is read whole.
@@ -134,6 +141,7 @@ class Life:
     terms: Terms
     options: RequestOptions
     prefill_end: int
+    most_tokens: int
     first_query: int
     climb: Climb
     chunk: int = 0
@@ -177,7 +185,10 @@ class Life:
         elif most_tokens > max(budget, end + (not options.asks_to_be_kept)):
             first_query = first_observer(policy, end, window)
         chunk *= reads_on
-        return cls(terms, options, end, first_query, climb, chunk, reads_on=reads_on)
+        return cls(
+            terms, options, end, most_tokens, first_query, climb, chunk,
+            reads_on=reads_on,
+        )  # fmt: skip
 
     def go_on(self, start: int, climb: Climb, scored_from: int) -> None:
         """Go on from a snapshot of another request, in place of the first tokens.
@@ -245,10 +256,23 @@ class Life:
         return ChunkSpan(max(chunk.start, grown_at), min(chunk.end, climb.serves))
 
     def step_end(self, num_computed: int) -> int:
-        """Where a step has to end at the latest that begins at a position."""
-        if not self.reads_on or num_computed >= self.prefill_end:
+        """Where a step has to end at the latest that begins at a position.
+
+        What is laid out anew is so between steps: one begins wherever that is due.
+        """
+        if num_computed < self.prefill_end:
+            end = self.span(num_computed).end if self.reads_on else sys.maxsize
+            return min(end, self.prefill_end) if self.terms.speculates else end
+        if not self.terms.speculates:
             return sys.maxsize
-        return self.span(num_computed).end
+        due = [max(self.most_tokens - 1, num_computed + 1)]
+        if not self.stays_dense:
+            # Heads part, the budget grows, keys move.
+            climb = self.climb.at(num_computed + 1)
+            due += [climb.serves] if climb.grown_at else [climb.budget, climb.serves]
+            if (reach := self.terms.reach) is not None:
+                due.append(reach.next_move(num_computed))
+        return min(end for end in due if end > num_computed)
 
     def next_row(self, num_computed: int) -> RowPlan:
         """Return the row of the step that is being planned, and note if it decodes.
@@ -312,8 +336,8 @@ class Life:
             return
         climb = self.climb.at(num_tokens)
         if climb is not self.climb:
-            by_token = num_tokens == climb.grown_at + 1
-            assert self.reads_on or by_token, "a request grows token by token"
+            alone = num_tokens == climb.grown_at + 1 or self.terms.speculates
+            assert self.reads_on or alone, "a request grows where a step begins"
             self.climb = climb
             self._note()
 
@@ -328,6 +352,19 @@ class Life:
         if self.terms.layout.whole_blocks:
             return self.terms.layout.resident_tokens(num_tokens)
         return self._held(num_tokens)
+
+    def report(self, num_tokens: int) -> dict[str, Any]:
+        """What a request got that has come to so many tokens, for whoever asked."""
+        held, full = self.tokens_held(num_tokens), self.options.is_full
+        said = {
+            "policy": FULL if full else self.terms.policy.policy,
+            "budget": None if full else self.budget,
+            "tokens_held": held,
+            "tokens_evicted": num_tokens - held,
+        }
+        if self.options.continue_:
+            said["tokens_continued"] = self.start
+        return said
 
     def tokens_to_publish(self, num_tokens: int) -> int:
         """How many of `num_tokens` tokens have seen all tokens before them."""

@@ -99,6 +99,10 @@ class Reach:
         in a sequence that has been compressed."""
         return (num_tokens % self.step == 0) & (num_tokens > self.limit)
 
+    def next_move(self, num_tokens: int) -> int:
+        """Tokens of the sequence, above so many, at which something moves next."""
+        return (max(num_tokens, self.limit) // self.step + 1) * self.step
+
 
 @dataclass(frozen=True, eq=False)
 class MovingKeys:

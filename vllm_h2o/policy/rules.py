@@ -57,6 +57,8 @@ class Capability(Enum):
     """Head budgets that each request shares out (`H2OConfig.head_budgets`)."""
     CHUNKS = "chunks"
     """Prompts that are read in chunks (`H2OConfig.prefill_chunk`)."""
+    DRAFTS = "drafts"
+    """Several tokens of a row in a step, of which the last can be taken back."""
     TORCH = "torch"
     """Every method by its own torch code, whatever its form; all of this at once."""
 

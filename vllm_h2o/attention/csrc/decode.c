@@ -39,13 +39,13 @@
 /* Mirrored by vllm_h2o/attention/ops/cpu.py. Strides of pages in bytes, of the
  * others in elements. */
 typedef struct {
-    const void *query;            /* [num_rows, num_heads, head_size] */
-    const void *key;              /* [num_rows, num_kv_heads, head_size] */
-    const void *value;            /* [num_rows, num_kv_heads, head_size] */
-    void *output;                 /* [num_rows, num_heads, head_size] */
+    const void *query;            /* [num_tokens, num_heads, head_size] */
+    const void *key;              /* [num_tokens, num_kv_heads, head_size] */
+    const void *value;            /* [num_tokens, num_kv_heads, head_size] */
+    void *output;                 /* [num_tokens, num_heads, head_size] */
     void *cache;                  /* page of block 0 */
     const int32_t *block_table;   /* [num_rows, budget_blocks] */
-    const int64_t *positions;     /* [num_rows] position of the new token */
+    const int64_t *positions;     /* [num_rows] position of the first new token */
     const int64_t *first_queries; /* [num_rows] first query that scores */
     const int32_t *placements;    /* [num_rows] in the tables below; NULL: all 0 */
     const int64_t *grown_at;      /* [num_rows] tokens when a row's budget last grew */
@@ -58,9 +58,19 @@ typedef struct {
     const int32_t *head_columns;  /* [.][num_kv_heads][head_blocks] */
     const int64_t *head_order;    /* [.][num_kv_heads] the largest budget first */
     const float *sink_logits;     /* [num_heads]; NULL: there are no sinks */
+    const int32_t *counts;        /* [num_rows] new tokens; NULL: one of each row */
+    const int32_t *starts;        /* [num_rows] the first of them among the batch's */
+    const int32_t *refused;       /* [num_rows] the last of them, to be taken back */
+    /* What drafts change, as DraftLog has it: [num_rows][most_drafts][num_kv_heads]
+     * of each; all NULL: nothing is noted. */
+    void *log_keys, *log_values;  /* [head_size] */
+    float *log_scales;            /* [2], where they are rounded */
+    int32_t *log_births, *log_losers;
+    float *log_attention;         /* [log_slots] */
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_size;
     int64_t query_stride, key_stride, value_stride, output_stride;
     int64_t block_table_stride, page_stride, page_bytes, state_offset;
+    int64_t most_drafts, log_slots;
     int64_t budget, heavy_slots, pinned_slots, head_blocks, largest_budget;
     int64_t whole_blocks, score_mean, merges, num_threads;
     float scale, softcap, score_decay;
@@ -128,14 +138,15 @@ static inline int64_t h2o_placement_of(const h2o_decode_args *a, int64_t row) {
     return a->placements ? a->placements[row] : 0;
 }
 
+/* For the row's new token of index `draft`. */
 static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
-                                     int64_t head) {
+                                     int64_t head, int64_t draft) {
     h2o_slots r = {.blocks = a->block_table + row * a->block_table_stride,
                    .head = head,
                    .budget = a->budget,
                    .heavy_slots = a->heavy_slots,
-                   .position = a->positions[row],
-                   .place = a->positions[row],
+                   .position = a->positions[row] + draft,
+                   .place = a->positions[row] + draft,
                    .first_query = a->first_queries[row]};
     const int64_t placement = h2o_placement_of(a, row);
     const int64_t at = placement * a->num_kv_heads + head;
@@ -154,6 +165,15 @@ static inline h2o_slots h2o_slots_of(const h2o_decode_args *a, int64_t row,
                        (r.place - r.heavy_slots) % (r.budget - r.heavy_slots);
     return r;
 }
+
+/* The row's new tokens. */
+static inline int64_t h2o_count_of(const h2o_decode_args *a, int64_t row) {
+    return a->counts ? a->counts[row] : 1;
+}
+
+/* In place of a slot among the losers: the ring's token was lost, or none was. */
+#define H2O_RING -1
+#define H2O_NOTHING -2
 
 typedef struct {
     float score;
@@ -348,6 +368,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define NAME h2o_decode_float32
 #define COPY_KEPT h2o_copy_kept_float32
 #define ORDER_RINGS h2o_order_rings_float32
+#define TAKE_BACK h2o_take_back_float32
 #define OBSERVE h2o_observe_float32
 #define GATE h2o_gate_float32
 #define ELEM float
@@ -364,6 +385,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define NAME h2o_decode_bfloat16
 #define COPY_KEPT h2o_copy_kept_bfloat16
 #define ORDER_RINGS h2o_order_rings_bfloat16
+#define TAKE_BACK h2o_take_back_bfloat16
 #define OBSERVE h2o_observe_bfloat16
 #define GATE h2o_gate_bfloat16
 #define ELEM uint16_t
@@ -381,6 +403,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define NAME h2o_decode_float16
 #define COPY_KEPT h2o_copy_kept_float16
 #define ORDER_RINGS h2o_order_rings_float16
+#define TAKE_BACK h2o_take_back_float16
 #define OBSERVE h2o_observe_float16
 #define GATE h2o_gate_float16
 #define ELEM _Float16
@@ -408,6 +431,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define NAME h2o_decode_float32
 #define COPY_KEPT h2o_copy_kept_float32
 #define ORDER_RINGS h2o_order_rings_float32
+#define TAKE_BACK h2o_take_back_float32
 #define ELEM float
 #define TO_F32(x) (x)
 #define FROM_F32(x) (x)
@@ -417,6 +441,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define NAME h2o_decode_bfloat16
 #define COPY_KEPT h2o_copy_kept_bfloat16
 #define ORDER_RINGS h2o_order_rings_bfloat16
+#define TAKE_BACK h2o_take_back_bfloat16
 #define ELEM uint16_t
 #define TO_F32(x) h2o_bf16_to_f32(x)
 #define FROM_F32(x) h2o_f32_to_bf16(x)
@@ -427,6 +452,7 @@ static void h2o_add_parts(const h2o_observe_args *a, const float *parts,
 #define NAME h2o_decode_float16
 #define COPY_KEPT h2o_copy_kept_float16
 #define ORDER_RINGS h2o_order_rings_float16
+#define TAKE_BACK h2o_take_back_float16
 #define ELEM _Float16
 #define TO_F32(x) ((float)(x))
 #define FROM_F32(x) ((_Float16)(x))

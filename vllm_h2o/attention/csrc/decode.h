@@ -5,6 +5,7 @@
  *   NAME        name of the exported function
  *   COPY_KEPT   name of the exported function that compresses a request
  *   ORDER_RINGS name of the exported function that puts its recent tokens in order
+ *   TAKE_BACK   name of the exported function that undoes refused drafts
  *   TO_F32(x)   ELEM -> float
  *   FROM_F32(x) float -> ELEM
  *   LOAD(from)  H2O_LANES ELEMs -> vector of floats
@@ -21,6 +22,8 @@
  *   attend    : A[h,s] = softmax_s(scale * q[h] . K[s]), beside the logit of h's sink,
  *               out[h] = sum_s A V[s]
  *   observe   : attention[s] = attention[s] * decay + sum_{h in g} A[h,s]
+ * A row's tokens go in turn, each as it would go alone; of drafts, all but the first,
+ * what they change is noted, and TAKE_BACK undoes it (draft_log.h).
  * A row with p < first_query leaves all attention alone: others may share its pages.
  * Rounded keys and values (SCALED) are steps of a scale that their token has
  * (policy/quantization.py): logits, and what values are weighed by, are multiplied by it.
@@ -165,6 +168,8 @@ static inline void FN(copy_token)(const h2o_decode_args *a, FN(page) from, int64
     if (a->merges) to.inverse_norm[j] = from.inverse_norm[i];
 }
 
+#include "draft_log.h"
+
 /* The lowest score among the slots [first, last) of a page, and the oldest of those
  * that have it, if they come before `best`. Scores are negated for h2o_highest. */
 static inline void FN(find_lowest)(const h2o_decode_args *a, const h2o_slots *r,
@@ -192,9 +197,9 @@ static inline void FN(prefetch_state)(const h2o_decode_args *a, const h2o_slots 
     if (a->read < 1.0) h2o_prefetch(page.bound, a->head_size * sizeof(float));
 }
 
-/* What loses is noted in `lost` where losses merge. */
+/* What loses is noted in `lost` where losses merge, and of a draft in `log`. */
 static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r,
-                               h2o_lost *lost) {
+                               h2o_lost *lost, const FN(draft_log) *log) {
     const int64_t bs = a->block_size, num_blocks = (r->heavy_slots + bs - 1) / bs;
     h2o_lowest best = {FLT_MAX, INT32_MAX, -1};
     const int64_t start = a->pinned_slots / bs;
@@ -215,6 +220,7 @@ static void FN(graduate_token)(const h2o_decode_args *a, const h2o_slots *r,
     const FN(page) losing = wins ? FN(page_of)(a, r, best.slot / bs) : ring;
     const int64_t loser = wins ? best.slot % bs : i;
     if (a->merges) FN(note_loss)(a, losing, loser, lost);
+    if (log) FN(log_loss)(a, log, losing, loser, wins ? best.slot : H2O_RING);
     if (!wins) return;
     FN(copy_token)(a, ring, i, losing, loser);
     if (a->read < 1.0) FN(set_bound)(a, losing, bs);
@@ -527,31 +533,28 @@ static void FN(write)(const h2o_decode_args *a, const h2o_slots *r, const ELEM *
     if (a->read < 1.0 && r->slot < r->heavy_slots) FN(set_bound)(a, page, i + 1);
 }
 
-static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
-                     float *scratch) {
-    const int64_t bs = a->block_size, hs = a->head_size;
+/* One token of the batch, of a row that is no padding. */
+static void FN(decode_token)(const h2o_decode_args *a, const h2o_slots *r,
+                             int64_t token, const FN(draft_log) *log, float *scratch) {
+    const int64_t bs = a->block_size, hs = a->head_size, head = r->head;
     const int64_t group = a->num_heads / a->num_kv_heads;
-    ELEM *output = (ELEM *)a->output + row * a->output_stride + head * group * hs;
-    if (a->positions[row] < 0) { /* padding */
-        memset(output, 0, group * hs * sizeof(ELEM));
-        return;
-    }
-    const h2o_slots slots = h2o_slots_of(a, row, head), *r = &slots;
     int64_t *list = (int64_t *)scratch; /* [budget / block_size] */
     scratch += 2 * (a->largest_budget / bs);
     h2o_lost lost = {.key = scratch, .value = scratch + hs, .cosine = -FLT_MAX};
     if (a->merges) scratch += 2 * hs;
     const int merging = H2O_TRACKS && a->merges && r->place >= r->budget;
+    if (log) FN(log_attention)(a, r, log);
     if (H2O_TRACKS && r->place >= r->budget) {
         if (!a->whole_blocks)
-            FN(graduate_token)(a, r, &lost);
+            FN(graduate_token)(a, r, &lost, log);
         else if (r->place % bs == 0)
             FN(graduate_block)(a, r);
     }
-    FN(write)(a, r, (const ELEM *)a->key + row * a->key_stride + head * hs,
-              (const ELEM *)a->value + row * a->value_stride + head * hs);
+    FN(write)(a, r, (const ELEM *)a->key + token * a->key_stride + head * hs,
+              (const ELEM *)a->value + token * a->value_stride + head * hs);
     const ELEM *query =
-        (const ELEM *)a->query + row * a->query_stride + head * group * hs;
+        (const ELEM *)a->query + token * a->query_stride + head * group * hs;
+    ELEM *output = (ELEM *)a->output + token * a->output_stride + head * group * hs;
     const int64_t num_pages = FN(list_pages)(a, r, query, group, list, scratch);
     if (a->read < 1.0 && H2O_SCORES(r) && a->score_decay != 1.0f)
         FN(decay_unread)(a, r, list);
@@ -568,6 +571,25 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
         decay = 1.0f; /* old attention decays once per query, not per group */
     }
     if (merging) FN(merge)(a, FN(page_of)(a, r, 0), &lost);
+}
+
+/* The new tokens of a row, in turn. */
+static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
+                     float *scratch) {
+    const int64_t size = a->num_heads / a->num_kv_heads * a->head_size;
+    const int64_t first = a->starts ? a->starts[row] : row;
+    for (int64_t draft = 0; draft < h2o_count_of(a, row); ++draft) {
+        const int64_t token = first + draft;
+        if (a->positions[row] < 0) { /* padding */
+            ELEM *output = (ELEM *)a->output + token * a->output_stride + head * size;
+            memset(output, 0, size * sizeof(ELEM));
+            continue;
+        }
+        const h2o_slots r = h2o_slots_of(a, row, head, draft);
+        const FN(draft_log) log = FN(log_of)(a, row, draft, head);
+        const int logs = a->log_losers && draft && H2O_SCORES(&r);
+        FN(decode_token)(a, &r, token, logs ? &log : NULL, scratch);
+    }
 }
 
 int NAME(const h2o_decode_args *a) {
@@ -597,6 +619,15 @@ int NAME(const h2o_decode_args *a) {
         free(scratch);
     }
     return failed;
+}
+
+int TAKE_BACK(const h2o_decode_args *a, int64_t num_layers) {
+    const int64_t items = a->num_rows * a->num_kv_heads;
+#pragma omp parallel for num_threads(a->num_threads) schedule(dynamic)
+    for (int64_t i = 0; i < num_layers * items; ++i)
+        FN(take_back_row)(a + i / items, i % items / a->num_kv_heads,
+                          i % a->num_kv_heads);
+    return 0;
 }
 
 /* Tokens positions[0..count), which are in one page of the source, to consecutive slots
@@ -682,7 +713,7 @@ static int FN(copy_kept_head)(const h2o_transition_args *c, int64_t head) {
     const int64_t bs = a->block_size;
     const int64_t *positions = c->positions + head * c->most;
     const int64_t *slots = c->slots + head * c->most;
-    const h2o_slots target = h2o_slots_of(a, 0, head);
+    const h2o_slots target = h2o_slots_of(a, 0, head, 0);
     int64_t count = 0, piece;
     while (count < c->most && positions[count] >= 0) ++count;
     const int stays = c->in_place && count == c->num_tokens;
@@ -766,7 +797,7 @@ static int FN(rotate_ring)(const h2o_decode_args *a, const h2o_slots *r) {
  * bounds here. */
 static int FN(order_ring)(const h2o_decode_args *a, int64_t head) {
     const int64_t bs = a->block_size;
-    const h2o_slots slots = h2o_slots_of(a, 0, head), *r = &slots;
+    const h2o_slots slots = h2o_slots_of(a, 0, head, 0), *r = &slots;
     const int64_t held = r->place < r->budget ? r->place : r->budget;
     if (held == r->budget && FN(rotate_ring)(a, r)) return 1;
     for (int64_t b = r->heavy_slots / bs; a->read < 1.0 && b * bs < held; ++b)

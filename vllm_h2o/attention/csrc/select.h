@@ -108,7 +108,7 @@ static void h2o_heaviest(const float *values, int64_t length, int64_t count,
  * request has on average, target.budget, does not pool: it has no room for spans. */
 static void h2o_select_head(const h2o_transition_args *c, int64_t head,
                             float *scratch) {
-    const h2o_slots target = h2o_slots_of(&c->target, 0, head);
+    const h2o_slots target = h2o_slots_of(&c->target, 0, head, 0);
     const int64_t budget = target.budget, heavy = target.heavy_slots;
     const int64_t reach = budget < c->target.budget ? 0 : c->pooling / 2;
     const int64_t n = c->num_tokens, ring_start = n - (budget - heavy);

@@ -1,6 +1,7 @@
 /* Clears what decode.h, observe.h and gate.h were included with, for the next type. */
 #undef COPY_KEPT
 #undef ORDER_RINGS
+#undef TAKE_BACK
 #undef OBSERVE
 #undef GATE
 #undef FN

@@ -12,18 +12,20 @@ import torch
 from vllm_h2o.attention.ops.contract import Capability, Kernels
 from vllm_h2o.attention.ops.types import (
     Chunk,
+    DraftLog,
     Held,
     Kept,
     LayerParams,
+    LoggedLayer,
     ResidentRows,
     ScoredLayer,
 )
 from vllm_h2o.policy.options import shown
 
 __all__ = [
-    "KERNELS", "Capability", "Chunk", "LayerParams", "Held", "Kept", "Kernels",
-    "ResidentRows",
-    "ScoredLayer", "kernels_of", "named_kernels",
+    "KERNELS", "Capability", "Chunk", "DraftLog", "Held", "Kept", "Kernels",
+    "LayerParams", "LoggedLayer", "ResidentRows", "ScoredLayer", "kernels_of",
+    "named_kernels",
 ]  # fmt: skip
 
 KERNELS = "VLLM_H2O_KERNELS"

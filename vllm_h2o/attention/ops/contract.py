@@ -9,8 +9,10 @@ import torch
 
 from vllm_h2o.attention.ops.types import (
     Chunk,
+    DraftLog,
     Held,
     LayerParams,
+    LoggedLayer,
     ResidentRows,
     ScoredLayer,
 )
@@ -41,23 +43,46 @@ class Kernels(Protocol):
         rows: ResidentRows,
         params: LayerParams,
         output: torch.Tensor,
+        log: DraftLog | None = None,
     ) -> None:
         """Graduate, write, attend and score, for every row and KV head.
 
+        A row's tokens go in turn, each as it would go in a step of its own.
+
         Args:
-            query: `[num_rows, num_heads, head_size]`, float32, bfloat16 or float16.
-            key: `[num_rows, num_kv_heads, head_size]` of the new tokens, after RoPE.
-            value: `[num_rows, num_kv_heads, head_size]`.
+            query: `[num_tokens, num_heads, head_size]`, float32, bfloat16 or float16;
+                a token for each row, or those that `rows` says.
+            key: `[num_tokens, num_kv_heads, head_size]` of the new tokens, after RoPE.
+            value: `[num_tokens, num_kv_heads, head_size]`.
             pages: The layer's pages, updated in place; int8 ones hold rounded keys and
                 values (`policy.quantization`), also of the new token.
             rows: Which pages and positions.
             params: The layer's constants.
-            output: `[num_rows, num_heads, head_size]`, written; of a row of position
+            output: `[num_tokens, num_heads, head_size]`, written; of a row of position
                 -1 zeros, unless the rows stay dense: see `ResidentRows`. Their pages
                 have no state.
+            log: Of this layer, for these rows; what drafts change is noted in it. None:
+                no row has more than one token, or nothing will be taken back. Only
+                with `Capability.DRAFTS`.
 
         Raises:
             ValueError: A dtype or head size that no kernel has.
+        """
+        ...
+
+    def take_back(
+        self, layers: Sequence[LoggedLayer], rows: ResidentRows, refused: torch.Tensor
+    ) -> None:
+        """Undo what drafts have changed: afterwards pages are as if they had not been.
+
+        But for keys and values of slots that no token is in. Only with
+        `Capability.DRAFTS`, and by methods that keep nothing but attention.
+
+        Args:
+            layers: The layers, with what `decode_resident` has noted.
+            rows: Those that it decoded.
+            refused: `[num_rows]` int32, less than `rows.counts`: so many of the last
+                tokens of each row.
         """
         ...
 

@@ -6,6 +6,7 @@ A whole engine runs on it with `VLLM_H2O_KERNELS=reference`, slowly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -13,15 +14,18 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_h2o.attention.ops.chunks import compress_chunk, move_keys, read_on
 from vllm_h2o.attention.ops.contract import Capability
 from vllm_h2o.attention.ops.resident import (
+    LogOfDraft,
     Resident,
     quantized,
     rows_of_slots,
     tokens_of,
 )
 from vllm_h2o.attention.ops.types import (
+    DraftLog,
     Held,
     Kept,
     LayerParams,
+    LoggedLayer,
     ResidentRows,
     ScoredLayer,
 )
@@ -37,7 +41,8 @@ from vllm_h2o.policy.softmax import attention_of
 __all__ = [
     "CAPABILITIES", "FORMS", "attend_observed", "compress_chunk", "copy_kept",
     "decode_resident", "merge_dropped", "move_keys", "observe", "order_rings",
-    "put_merged", "read_on", "score_by_gate", "select", "start", "transition",
+    "put_merged", "read_on", "score_by_gate", "select", "start", "take_back",
+    "transition",
 ]  # fmt: skip
 
 FORMS = frozenset({"sum", "mean"})
@@ -54,23 +59,52 @@ def decode_resident(
     rows: ResidentRows,
     params: LayerParams,
     output: torch.Tensor,
+    log: DraftLog | None = None,
 ) -> None:
     """See `Kernels.decode_resident`."""
     num_kv_heads = key.shape[1]
     group = query.shape[1] // num_kv_heads
-    for row in range(query.shape[0]):
+    for row in range(len(rows.positions)):
+        tokens = rows.tokens_of(row)
         if rows.positions[row] < 0:
             if not rows.stay_dense:
-                output[row] = 0
+                output[tokens] = 0
             continue
-        for head in range(num_kv_heads):
-            resident = Resident(pages, rows, row, head, params)
-            lost = resident.graduate()
-            resident.write(key[row, head], value[row, head])
+        for (draft, token), head in product(enumerate(tokens), range(num_kv_heads)):
+            resident = Resident(pages, rows, row, head, params, draft)
+            of_draft = None
+            if log is not None and draft and resident.scores_now:
+                of_draft = LogOfDraft(log, row, draft, head)
+            lost = resident.graduate(of_draft)
+            resident.write(key[token, head], value[token, head])
             heads = slice(head * group, (head + 1) * group)
-            output[row, heads] = resident.attend(query[row, heads]).to(output.dtype)
+            output[token, heads] = resident.attend(query[token, heads]).to(output.dtype)
             if lost is not None:
                 resident.merge(*lost)
+
+
+def take_back(
+    layers: Sequence[LoggedLayer], rows: ResidentRows, refused: torch.Tensor
+) -> None:
+    """See `Kernels.take_back`."""
+    for layer, row in product(layers, refused.nonzero().flatten().tolist()):
+        pages, params, log = layer
+        of_row = pages, rows, row
+        end = len(rows.tokens_of(row))
+        drafts = range(end - int(refused[row]), end)
+        assert drafts.start > 0, "a row's first token is certain"
+        for head in range(pages.keys.shape[1]):
+            undone = [
+                (Resident(*of_row, head, params, j), LogOfDraft(log, row, j, head))
+                for j in drafts
+            ]
+            resident, of_draft = undone[0]
+            if not resident.scores_now:
+                continue
+            for later, of_later in reversed(undone):
+                later.take_back(of_later)
+            held = torch.arange(min(resident.place, resident.layout.budget))
+            resident.put("attention", held, of_draft.attention[: len(held)])
 
 
 def transition(

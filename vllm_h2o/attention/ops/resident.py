@@ -6,7 +6,13 @@ from itertools import takewhile
 
 import torch
 
-from vllm_h2o.attention.ops.types import LayerParams, ResidentRows
+from vllm_h2o.attention.ops.types import (
+    NOTHING,
+    RING,
+    DraftLog,
+    LayerParams,
+    ResidentRows,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import UNIFORM
 from vllm_h2o.policy.layout import place_of
@@ -50,6 +56,22 @@ def rows_of_slots(blocks: torch.Tensor, placement: int) -> ResidentRows:
     return ResidentRows(blocks[None], nowhere, nowhere, placements=index)
 
 
+class LogOfDraft:
+    """What one draft of a row has changed in one KV head: views into a `DraftLog`."""
+
+    def __init__(self, log: DraftLog, row: int, draft: int, head: int) -> None:
+        at = row, draft - 1, head
+        self.losers, self.attention = log.losers[at], log.attention[at]
+        self.content = {
+            "keys": log.keys[at],
+            "values": log.values[at],
+            "births": log.births[at],
+        }
+        if log.scales is not None:
+            key_scale, value_scale = log.scales[at]
+            self.content |= {"key_scales": key_scale, "value_scales": value_scale}
+
+
 class Resident:
     """The slots of one request in one KV head."""
 
@@ -60,9 +82,10 @@ class Resident:
         row: int,
         head: int,
         params: LayerParams,
+        ahead: int = 0,
     ) -> None:
         self.head, self.params = head, params
-        self.position = int(rows.positions[row])
+        self.position = int(rows.positions[row]) + ahead
         self.first_query = int(rows.first_queries[row])
         num_kv_heads = pages.keys.shape[1]
         placement = UNIFORM if rows.placements is None else int(rows.placements[row])
@@ -138,25 +161,50 @@ class Resident:
             return content.float()
         return dequantize(content, self.get(f"{what[:-1]}_scales", slots))
 
-    def graduate(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def graduate(
+        self, log: LogOfDraft | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Let what leaves the recent window compete with the heavy set.
+
+        Args:
+            log: What is lost is noted in it; None: nothing of it can be taken back.
 
         Returns:
             Key and value `[1, head_size]` of the token that loses, where losses merge.
         """
         layout = self.layout
         unit = layout.block_size if layout.whole_blocks else 1
+        if log is not None:
+            held = torch.arange(min(self.place, layout.budget))
+            log.attention[: len(held)] = self.get("attention", held)
+            log.losers.fill_(NOTHING)
         if self.place < layout.budget or self.place % unit:
             return None
         within = torch.arange(unit)
         leaving = self.slot + within
         loser = self.weakest(leaving)
+        if log is not None:
+            log.losers.fill_(RING if loser is leaving else int(loser))
+            for what, lost_content in log.content.items():
+                lost_content.copy_(self.get(what, loser)[0])
         lost = None
         if self.params.merge:
             lost = self.get("keys", loser), self.get("values", loser)
         if loser is not leaving:
             self.copy(leaving, loser)
         return lost
+
+    def take_back(self, log: LogOfDraft) -> None:
+        """Undo `graduate`, but for what all slots have got since."""
+        loser = int(log.losers)
+        if loser == NOTHING:
+            return
+        here = there = torch.tensor([self.slot])
+        if loser != RING:
+            there = torch.tensor([loser])
+            self.copy(there, here)
+        for what, content in log.content.items():
+            self.put(what, there, content[None])
 
     def weakest(self, leaving: torch.Tensor) -> torch.Tensor:
         """Slots of the unit of the lowest score: of the heavy set, or `leaving`."""

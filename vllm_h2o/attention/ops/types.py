@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResidentRows:
-    """The decoding rows of a batch, one new token each.
+    """The decoding rows of a batch, one new token each, or more where vLLM speculates.
 
     Attributes:
         block_table: `[num_rows, >= budget_blocks]` int32 pages, numbers in the first
             dimension of `Pages`: of resident blocks, or dense ones of a request that
             stays dense.
-        positions: `[num_rows]` int64 position of the new token; -1: the row is
+        positions: `[num_rows]` int64 position of the first new token; -1: the row is
             padding, touches no page and gets an output of 0.
         first_queries: `[num_rows]` int64 position of the first query that
             scores; a row that has not come to it leaves all attention alone.
@@ -45,6 +45,10 @@ class ResidentRows:
         stay_dense: Whether all rows stay dense and are read by pages of their own:
             no query scores, and nothing competes. A row of position -1 is then
             another call's, and its output is left as it is.
+        counts: `[num_rows]` int32 new tokens of each row, which are decoded in turn;
+            None: one each, and a row is a token.
+        starts: `[num_rows]` int32 the first of them among the batch's tokens; None
+            where `counts` is.
     """
 
     block_table: torch.Tensor
@@ -55,6 +59,90 @@ class ResidentRows:
     logit_starts: torch.Tensor | None = None
     grown_at: torch.Tensor | None = None
     stay_dense: bool = False
+    counts: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+
+    def tokens_of(self, row: int) -> range:
+        """A row's new tokens among the batch's."""
+        if self.counts is None or self.starts is None:
+            return range(row, row + 1)
+        start = int(self.starts[row])
+        return range(start, start + int(self.counts[row]))
+
+
+RING, NOTHING = -1, -2
+"""In place of a slot in `DraftLog.losers`, see there."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftLog:
+    """What a layer's decode of drafts has changed, so that it can be taken back.
+
+    A step decodes a row's first token, which is certain, then its drafts in turn. What
+    draft j (from 1) has changed is at `[row, j - 1, head]` of each tensor. A log is of
+    one step.
+
+    Attributes:
+        keys: `[num_rows, most_drafts, num_kv_heads, head_size]` of the token that the
+            draft has displaced for good, as pages have it.
+        values: The same.
+        scales: `[.., 2]` float32 of this key and value, where they are int8; else None.
+        births: `[num_rows, most_drafts, num_kv_heads]` int32 of this token.
+        losers: The same shape, int32: the heavy slot that this token was in, and that
+            the token which left the ring went to; `RING`: it was the one that left the
+            ring; `NOTHING`: the head had room.
+        attention: `[num_rows, most_drafts, num_kv_heads, slots]` float32 that all slots
+            had got before the draft.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    births: torch.Tensor
+    losers: torch.Tensor
+    attention: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, pages: Pages, params: LayerParams, num_rows: int, most_drafts: int
+    ) -> DraftLog:
+        """An empty log of a layer.
+
+        Args:
+            pages: The layer's.
+            params: The layer's.
+            num_rows: Of the batch.
+            most_drafts: Of a row.
+        """
+        _, num_kv_heads, head_size, _ = pages.keys.shape
+        size, device = (num_rows, most_drafts, num_kv_heads), pages.keys.device
+
+        def empty(*last: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(*size, *last, dtype=dtype, device=device)
+
+        of_kv, floats = pages.keys.dtype, torch.float32
+        return cls(
+            keys=empty(head_size, dtype=of_kv),
+            values=empty(head_size, dtype=of_kv),
+            scales=empty(2, dtype=floats) if pages.quantized else None,
+            births=empty(dtype=torch.int32),
+            losers=empty(dtype=torch.int32),
+            attention=empty(params.largest_budget, dtype=floats),
+        )
+
+
+class LoggedLayer(NamedTuple):
+    """A layer that has decoded drafts.
+
+    Attributes:
+        pages: The layer's.
+        params: The layer's constants.
+        log: What it has changed in the step.
+    """
+
+    pages: Pages
+    params: LayerParams
+    log: DraftLog
 
 
 @dataclass(frozen=True, eq=False)

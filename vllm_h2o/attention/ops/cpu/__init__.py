@@ -12,9 +12,11 @@ import torch
 
 from vllm_h2o.attention.ops import (
     Capability,
+    DraftLog,
     Held,
     Kept,
     LayerParams,
+    LoggedLayer,
     ResidentRows,
     ScoredLayer,
     reference,
@@ -28,6 +30,8 @@ from vllm_h2o.attention.ops.cpu.args import (
     TransitionArgs,
     layer_args,
     set_gate_args,
+    set_log,
+    set_rows,
 )
 from vllm_h2o.attention.ops.reference import (
     compress_chunk,
@@ -42,7 +46,8 @@ from vllm_h2o.policy.methods import State
 __all__ = [
     "CAPABILITIES", "FORMS", "Selection", "attend_observed", "build", "check_supported",
     "compress_chunk", "copy_kept", "decode_resident", "move_keys", "observe",
-    "order_rings", "read_on", "score_by_gate", "select", "start", "transition",
+    "order_rings", "read_on", "score_by_gate", "select", "start", "take_back",
+    "transition",
 ]  # fmt: skip
 
 CAPABILITIES = frozenset(Capability) - {Capability.TORCH}
@@ -62,36 +67,26 @@ def decode_resident(
     rows: ResidentRows,
     params: LayerParams,
     output: torch.Tensor,
+    log: DraftLog | None = None,
 ) -> None:
     """See `Kernels.decode_resident`."""
-    num_rows, num_heads, head_size = query.shape
+    num_heads, head_size = query.shape[1:]
     layout = params.layout
     check_supported(query.dtype, head_size, layout.block_size)
     assert pages.quantized or pages.keys.dtype == query.dtype
     for tensor in (query, key, value, output):
         assert tensor.dtype == query.dtype
         assert tensor.stride(1) == head_size and tensor.stride(2) == 1
-    assert rows.block_table.dtype == torch.int32
-    assert rows.block_table.stride(1) == 1
-    assert rows.positions.is_contiguous() and rows.first_queries.is_contiguous()
-    placements = rows.placements
     args = layer_args(pages, params, DecodeArgs)
-    args.block_table = rows.block_table.data_ptr()
-    args.block_table_stride = rows.block_table.stride(0)
+    set_rows(args, rows)
+    if log is not None:
+        assert params.fused_form and not (params.merge or layout.whole_blocks)
+        assert params.read == 1.0, "the bound of a page could not be taken back"
+        set_log(args, log)
     args.query = query.data_ptr()
     args.key = key.data_ptr()
     args.value = value.data_ptr()
     args.output = output.data_ptr()
-    args.positions = rows.positions.data_ptr()
-    args.first_queries = rows.first_queries.data_ptr()
-    if placements is not None:
-        assert placements.dtype == torch.int32 and placements.is_contiguous()
-        args.placements = placements.data_ptr()
-        if rows.grown_at is not None:
-            assert rows.grown_at.dtype == torch.int64
-            assert rows.grown_at.is_contiguous()
-            args.grown_at = rows.grown_at.data_ptr()
-    args.num_rows = num_rows
     args.num_heads = num_heads
     args.query_stride = query.stride(0)
     args.key_stride = key.stride(0)
@@ -99,6 +94,22 @@ def decode_resident(
     args.output_stride = output.stride(0)
     if _function("decode", query.dtype, pages)(ctypes.byref(args)):
         raise MemoryError("the H2O decode kernel could not allocate its scratch")
+
+
+def take_back(
+    layers: Sequence[LoggedLayer], rows: ResidentRows, refused: torch.Tensor
+) -> None:
+    """See `Kernels.take_back`."""
+    assert refused.dtype == torch.int32 and refused.is_contiguous()
+    all_args = (DecodeArgs * len(layers))()
+    for i, (pages, params, log) in enumerate(layers):
+        args = layer_args(pages, params, DecodeArgs)
+        set_rows(args, rows)
+        set_log(args, log)
+        args.refused = refused.data_ptr()
+        all_args[i] = args
+    pages = layers[0].pages
+    _run(_function("take_back", pages.keys.dtype, pages), "take_back", all_args)
 
 
 def transition(

@@ -8,7 +8,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from vllm_h2o.attention.ops.types import LayerParams, ScoredLayer
+from vllm_h2o.attention.ops.types import (
+    DraftLog,
+    LayerParams,
+    ResidentRows,
+    ScoredLayer,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.layout import floats_of_page, state_bytes
 from vllm_h2o.policy.quantization import NUM_SCALES
@@ -36,10 +41,13 @@ class DecodeArgs(ctypes.Structure):
     _fields_ = _fields(
         "query key value output cache block_table positions first_queries placements "
         "grown_at "
-        "head_sizes head_offsets head_columns head_order sink_logits",
+        "head_sizes head_offsets head_columns head_order sink_logits "
+        "counts starts refused "
+        "log_keys log_values log_scales log_births log_losers log_attention",
         "num_rows num_heads num_kv_heads head_size block_size "
         "query_stride key_stride value_stride output_stride "
         "block_table_stride page_stride page_bytes state_offset "
+        "most_drafts log_slots "
         "budget heavy_slots pinned_slots head_blocks largest_budget "
         "whole_blocks score_mean merges num_threads",
         "scale softcap score_decay",
@@ -106,6 +114,38 @@ def layer_args(pages: Pages, params: LayerParams, kind: type[_Kind]) -> _Kind:
     args: Any = kind.from_buffer_copy(made[kind])
     args.num_threads = torch.get_num_threads()
     return args
+
+
+def set_rows(args: DecodeArgs, rows: ResidentRows) -> None:
+    """Where rows and their slots are."""
+    table, placements = rows.block_table, rows.placements
+    assert table.dtype == torch.int32 and table.stride(1) == 1
+    args.num_rows, args.block_table_stride = len(rows.positions), table.stride(0)
+    args.block_table = table.data_ptr()
+    assert rows.positions.is_contiguous() and rows.first_queries.is_contiguous()
+    args.positions = rows.positions.data_ptr()
+    args.first_queries = rows.first_queries.data_ptr()
+    if placements is not None:
+        assert placements.dtype == torch.int32 and placements.is_contiguous()
+        args.placements = placements.data_ptr()
+        if rows.grown_at is not None:
+            assert rows.grown_at.dtype == torch.int64
+            assert rows.grown_at.is_contiguous()
+            args.grown_at = rows.grown_at.data_ptr()
+    if rows.counts is not None and rows.starts is not None:
+        for counts in (rows.counts, rows.starts):
+            assert counts.dtype == torch.int32 and counts.is_contiguous()
+        args.counts, args.starts = rows.counts.data_ptr(), rows.starts.data_ptr()
+
+
+def set_log(args: DecodeArgs, log: DraftLog) -> None:
+    """Where what drafts change is noted."""
+    _, args.most_drafts, _, args.log_slots = log.attention.shape
+    args.log_keys, args.log_values = log.keys.data_ptr(), log.values.data_ptr()
+    if log.scales is not None:
+        args.log_scales = log.scales.data_ptr()
+    args.log_births, args.log_losers = log.births.data_ptr(), log.losers.data_ptr()
+    args.log_attention = log.attention.data_ptr()
 
 
 def _make_slot_args(pages: Pages, params: LayerParams) -> DecodeArgs:

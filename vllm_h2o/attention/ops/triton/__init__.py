@@ -4,7 +4,7 @@ Needs torch and triton, not vLLM. Nothing outside this package imports triton.
 Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from vllm_h2o.attention.ops.reference import attend_observed, start
+from vllm_h2o.attention.ops.reference import attend_observed, start, take_back
 from vllm_h2o.attention.ops.triton.chunks import compress_chunk, move_keys, read_on
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
 from vllm_h2o.attention.ops.triton.growth import order_rings
@@ -41,5 +41,6 @@ __all__ = [
     "score_by_gate",
     "slots_with_logits",
     "start",
+    "take_back",
     "transition",
 ]

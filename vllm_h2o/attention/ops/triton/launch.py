@@ -14,7 +14,7 @@ import torch
 import triton
 
 from vllm_h2o.attention.device_tables import DeviceTables
-from vllm_h2o.attention.ops import Capability, LayerParams, ResidentRows
+from vllm_h2o.attention.ops import Capability, DraftLog, LayerParams, ResidentRows
 from vllm_h2o.attention.ops.triton.combine import combine_kernel
 from vllm_h2o.attention.ops.triton.decode import attend_kernel
 from vllm_h2o.attention.ops.triton.splitting import (
@@ -53,6 +53,7 @@ def decode_resident(
     rows: ResidentRows,
     params: LayerParams,
     output: torch.Tensor,
+    log: DraftLog | None = None,
 ) -> None:
     """See `Kernels.decode_resident`.
 
@@ -66,7 +67,9 @@ def decode_resident(
             position -1 touches no page, and its output is 0.
         params: As there.
         output: As there.
+        log: None.
     """
+    assert rows.counts is None and log is None, "drafts: no Capability.DRAFTS"
     num_rows, num_heads, head_size = query.shape
     num_kv_heads, layout = key.shape[1], params.layout
     assert params.placements is None or not layout.whole_blocks
