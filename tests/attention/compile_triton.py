@@ -24,16 +24,24 @@ from triton.runtime.jit import JITFunction
 
 from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.ops import Held, LayerParams, ResidentRows, ScoredLayer
+from vllm_h2o.attention.ops import (
+    Held,
+    LayerParams,
+    LoggedLayer,
+    ResidentRows,
+    ScoredLayer,
+)
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     Tuning,
     copy_kept,
     decode_resident,
+    draft_log,
     observe,
     order_rings,
     score_by_gate,
     select,
+    take_back,
 )
 from vllm_h2o.attention.ops.triton.chunks import StagedHeads
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
@@ -98,6 +106,8 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
             params, placements=placements_of(pages, [512, 1024])
         )
     decode_resident(query, key, key, pages, rows, params, query)
+    if not whole_blocks:
+        decode_drafts(query, key, pages, rows, params)
     if kind == "int8":
         stays = ResidentRows(table, zeros, zeros, stay_dense=True)
         own, alike = (
@@ -116,6 +126,17 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     score_by_gate([ScoredLayer(dense, state, gated)], blocks.int(), 0)
     order_rings([layer], Held(table[0], UNIFORM, 9))
     hold(pages, table[0], params, UNIFORM, 9)
+
+
+def decode_drafts(query, key, pages, rows, params):
+    """Two tokens of some row, and one taken back."""
+    num_rows, num_kv_heads = key.shape[:2]
+    ones = torch.ones(num_rows, dtype=torch.int32)
+    rows = dataclasses.replace(rows, counts=ones, starts=ones, most_tokens=2)
+    slots = num_rows * num_kv_heads * params.largest_budget
+    log = draft_log(pages, num_rows, 1, slots)
+    decode_resident(query, key, key, pages, rows, params, query, log)
+    take_back([LoggedLayer(pages, params, log)], rows, ones)
 
 
 def hold(pages, table, params, placement, num_tokens):
@@ -159,6 +180,7 @@ def launch_decodes():
         zeros = torch.zeros(num_rows, dtype=torch.long)
         rows = ResidentRows(table, zeros, zeros, scratch, zeros.int(), grown_at=zeros)
         decode_resident(query, key, key, pages, rows, params, query)
+        decode_drafts(query, key, pages, rows, params)
 
 
 def launch_prompts():

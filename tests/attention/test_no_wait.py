@@ -207,6 +207,24 @@ def test_rows_that_stay_dense_beside_int8(launched):
     assert launched == 2 * DECODE * len(layers)
 
 
+def test_drafts(launched):
+    """Decoded in turn, noted, and taken back by what the device has sampled."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    builder, config = make_builder(speculative_config=ngram)
+    layers, placements = make_layers(config, [LARGE])
+    builder.bind(builder.step, layers, placements)
+    forward(layers, H2OMetadata(builder.spec), 1)
+    rows = {"a": RowPlan(40, 4, 33, 0, 64), "b": RowPlan(200, 2, 64, 0, 64)}
+    metadata, _ = build(builder, rows, 1, guard=no_waiting)
+    sampled = torch.empty(2, dtype=torch.int32, device=DEVICE)
+    with no_waiting():
+        forward(layers, metadata, 7)
+        builder.step.settle(sampled)
+    first, *others = DECODE
+    noted = [first, "note_kernel", *others] * 3
+    assert launched == (DECODE + noted) * len(layers) + ["take_back_kernel"] * 2
+
+
 def test_decode_beside_prompts(engine, layers, launched):
     """All but the prompts' attention itself, which is stock vLLM's."""
     builder, _ = engine

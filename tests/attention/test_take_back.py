@@ -77,7 +77,7 @@ class Side:
         most = int(counts.max()) - 1
         noted = None
         if log and most:
-            noted = DraftLog.of(self.pages, self.params, len(tokens), most)
+            noted = DraftLog.by_row(self.pages, self.params, len(tokens), most)
         self.kernel.decode_resident(
             query, key, value, self.pages, rows, self.params, output, noted
         )
@@ -94,14 +94,17 @@ class Side:
 
     def held(self):
         """All that rows hold, part by part."""
-        rows = self.rows()
-        for row in range(len(self.blocks)):
-            for head in range(NUM_KV_HEADS):
-                mine = Resident(self.pages, rows, row, head, self.params)
-                slots = torch.arange(min(mine.place, mine.layout.budget))
-                parts = "keys", "values", "births", "attention", *scales_of(self.pages)
-                for what in parts:
-                    yield row, head, what, mine.get(what, slots)
+        return held_slots(self.pages, self.rows(), self.params)
+
+
+def held_slots(pages, rows, params):
+    """Row, KV head, part and content of all slots that hold a token."""
+    for row in range(len(rows.positions)):
+        for head in range(pages.keys.shape[1]):
+            mine = Resident(pages, rows, row, head, params)
+            slots = torch.arange(min(mine.place, mine.layout.budget))
+            for what in ("keys", "values", "births", "attention", *scales_of(pages)):
+                yield row, head, what, mine.get(what, slots)
 
 
 def compare(speculating, plain):

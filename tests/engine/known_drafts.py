@@ -5,6 +5,8 @@ import os
 import random
 from pathlib import Path
 
+import torch
+
 KNOWN = "H2O_TESTS_KNOWN"
 """Environment variable: a file with the tokens of prompts and answers."""
 
@@ -26,6 +28,16 @@ class KnownDrafts:
             self._drafts(token_ids[i, : num_tokens[i]].tolist()) if sampled else []
             for i, sampled in enumerate(sampled_token_ids)
         ]
+
+    def of_states(self, requests, states):
+        """`[n, most]` int64 of requests of runner V2, which fills up with any."""
+        drafts = torch.full((len(requests), self._most), 3)
+        for row, request in enumerate(requests.tolist()):
+            length = int(states.total_len.gpu[request])
+            tokens = states.all_token_ids.gpu[request, :length].tolist()
+            for i, token in enumerate(self._drafts(tokens)):
+                drafts[row, i] = token
+        return drafts
 
     def _drafts(self, tokens):
         at, count = len(tokens), self._draw.randint(0, self._most)

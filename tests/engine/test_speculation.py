@@ -67,14 +67,15 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param("share", 1, marks=pytest.mark.slow),
-        pytest.param("int8, chunks", 1, marks=pytest.mark.slow),
+        ("share", 1),
+        ("int8, chunks", 1),
         ("int8, chunks", 2),
-        pytest.param("gate", 1, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+        ("gate", 1),
+        ("bfloat16", 1),
     ],
 )
 def test_answers_are_those_without_drafts(tmp_path, monkeypatch, name, size):

@@ -37,12 +37,13 @@ def result_of(
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(path.startswith("v2")))
     if path != "cpu":
         import tests.gpu_path.interpreted  # noqa: F401
-    from benchmarks.forcing import forced, processor
+    from benchmarks.forcing import processor
     from tests.engine.helpers import assert_pool_whole, engine, greedy
     from tests.engine.tiny_models import random_prompts
 
+    drafts = "speculative_config" in options
     settings = {
-        "logits_processors": [processor()],
+        "logits_processors": [] if drafts else [processor()],
         "max_model_len": 256, "max_num_seqs": 6, "skip_tokenizer_init": True,
         "additional_config": {"h2o": policy}, "scheduler_cls": H2O,
         "worker_cls": WORKERS[path],
@@ -66,12 +67,8 @@ def result_of(
         profile = llm.collective_rpc("h2o_profile")[0]
         result["errors"] = profile and profile.errors
         result["stats"] = llm.collective_rpc("h2o_stats")[0]
-        record = Path(model) / f"forced by {path}.json"
-        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(9, 130)]
-        given = [forced([7] * 3), forced([*range(9)], record_path=str(record))]
-        outputs = llm.generate(prompts, given)
-        result["given"] = [list(x.outputs[0].token_ids) for x in outputs]
-        result["forced"] = json.loads(record.read_text())["logprobs"]
+        if not drafts:
+            result |= forced_result(llm, Path(model) / f"forced by {path}.json")
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         result["runner"] = type(runner).__module__
         if path == "v1":
@@ -79,6 +76,25 @@ def result_of(
         if "graphs" in path:
             result["graphs"] = llm.collective_rpc("probe_graphs")[0]
     return result
+
+
+def forced_result(llm: Any, record: Path) -> dict[str, Any]:
+    """Forced tokens, and what the model thought of them.
+
+    Args:
+        llm: With the processor of `benchmarks.forcing`.
+        record: A file that the processor writes.
+    """
+    from benchmarks.forcing import forced
+    from tests.engine.tiny_models import random_prompts
+
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts(9, 130)]
+    given = [forced([7] * 3), forced([*range(9)], record_path=str(record))]
+    outputs = llm.generate(prompts, given)
+    return {
+        "given": [list(x.outputs[0].token_ids) for x in outputs],
+        "forced": json.loads(record.read_text())["logprobs"],
+    }
 
 
 def next_turn(llm: Any, prompt: Any, answer: Any, num_tokens: int) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class ActedGraphs:
         dispatch = v2.dispatch_cg_and_sync_dp
 
         def dispatch_full(manager: Any, num_reqs: int, num_toks: int, uniform, *a, **k):
-            if uniform != 1 or k.get("need_eager"):
+            size = runner.decode_query_len
+            if uniform != size or k.get("need_eager"):
                 return dispatch(self.stock, num_reqs, num_toks, uniform, *a, **k)
             rows = -(-num_reqs // PADDED_TO) * PADDED_TO
             assert rows <= runner.max_num_reqs
@@ -44,8 +45,8 @@ class ActedGraphs:
             self.padded_replays += rows > num_reqs
             if rows not in self.captured:
                 self.capture(rows)
-            full = BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, rows, 1)
-            return full, None
+            mode = CUDAGraphMode.FULL
+            return BatchExecutionDescriptor(mode, rows * size, rows, size), None
 
         v2.dispatch_cg_and_sync_dp = dispatch_full
 
@@ -53,7 +54,8 @@ class ActedGraphs:
         """Prepare the tensors of a graph, as `prepare_inputs_to_capture` does."""
         runner = self.runner
         plan, runner.h2o_step._plan = runner.h2o_step._plan, None
-        batch = InputBatch.make_dummy(rows, rows, runner.input_buffers)
+        tokens = rows * runner.decode_query_len
+        batch = InputBatch.make_dummy(rows, tokens, runner.input_buffers)
         tables, slots = runner.prepare_dummy_attn(batch)
         metadata = runner.model_state.prepare_attn(
             batch, CUDAGraphMode.FULL, tables, slots, runner.attn_groups,
@@ -72,7 +74,7 @@ class ActedGraphs:
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
         """Replay."""
         self.replays += 1
-        runner, rows = self.runner, desc.num_tokens
+        runner, rows, tokens = self.runner, desc.num_reqs, desc.num_tokens
         for part in _ours(self.captured[rows]["metadata"]):
             taken = [mine.positions >= 0 for mine in _rows_of(part)]
             calls = torch.stack(taken).sum(dim=0)
@@ -80,13 +82,13 @@ class ActedGraphs:
             assert (calls[self.real_rows :] == 0).all()
         self.replays_with_dense += len(taken) > 1 and bool(taken[1].any())
         with set_forward_context(
-            self.captured[rows]["metadata"], runner.vllm_config, num_tokens=rows,
-            batch_descriptor=BatchDescriptor(rows),
+            self.captured[rows]["metadata"], runner.vllm_config, num_tokens=tokens,
+            batch_descriptor=BatchDescriptor(tokens),
             slot_mapping=self.captured[rows]["slots"],
         ):  # fmt: skip
             return runner.model(
-                input_ids=runner.input_buffers.input_ids[:rows],
-                positions=runner.input_buffers.positions[:rows],
+                input_ids=runner.input_buffers.input_ids[:tokens],
+                positions=runner.input_buffers.positions[:tokens],
             )
 
 

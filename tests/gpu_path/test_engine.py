@@ -12,7 +12,8 @@ import sys
 import pytest
 import torch
 
-from tests.engine.tiny_models import _COMMON, _save, save_hybrid
+from tests.engine.known_drafts import speculating
+from tests.engine.tiny_models import _COMMON, _save, random_prompts, save_hybrid
 from tests.gpu_path.engine import LENGTHS, NUM_TOKENS, result_of
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
@@ -73,7 +74,7 @@ CHUNKS = ({}, {"max_num_batched_tokens": 160, "long_prefill_token_threshold": 32
 
 
 CASES = [
-    ("v1", 1, True, "attention"),
+    pytest.param("v1", 1, True, "attention", marks=pytest.mark.slow),
     ("v2", 1, True, "gate beside what is held"),
     pytest.param("v2 graphs", 1, False, "attention", marks=pytest.mark.slow),
     pytest.param("v2", 0, True, "attention", marks=pytest.mark.slow),
@@ -176,7 +177,7 @@ SHARE = {
 @pytest.mark.parametrize(
     ("path", "by_head"),
     [
-        ("v2 graphs", True),
+        pytest.param("v2 graphs", True, marks=pytest.mark.slow),
         pytest.param("v1", False, marks=pytest.mark.slow),
         pytest.param("v2", False, marks=pytest.mark.slow),
     ],
@@ -200,6 +201,46 @@ def test_budgets_follow_requests(run, profile, path, by_head):
     assert actual["stats"]["transitions"] == 3
     assert "order_rings" in actual["warmed_up"]
     check_runner(actual, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "grows"),
+    [
+        ("v2 graphs", "model", False),
+        pytest.param("v2 graphs", "model", True, marks=pytest.mark.slow),
+        pytest.param("v1", "model", True, marks=pytest.mark.slow),
+        pytest.param("v2 graphs", "int8", True, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.rule("R26")
+def test_drafts_are_taken_back(run, profile, tmp_path, monkeypatch, path, dtype, grows):
+    """Also by head, where two requests outgrow their budgets and one stays dense."""
+    policy, lengths, num_tokens = POLICY | {"head_budgets": "uniform"}, (90, 129), 8
+    if grows:
+        policy = SHARE | {"head_budgets": str(profile), "prompt_score": "gate"}
+        lengths, num_tokens = (76, 77, 120, 10), 28
+    case = policy | {"resident_dtype": dtype}, lengths, num_tokens
+    expected = run("cpu", *case)
+    prompts = random_prompts(*lengths)
+    texts = [
+        prompt + answer
+        for prompt, answer in zip(prompts, expected["tokens"], strict=True)
+    ]
+    speculation = speculating(texts, tmp_path / "texts", monkeypatch, 2)
+    speculation["distributed_executor_backend"] = "uni"
+    if path != "v1":  # its own drafter is put aside, see `InterpretedWorker`
+        ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+        speculation["speculative_config"] = ngram
+    actual = run(path, *case, **speculation)
+    assert actual["tokens"] == expected["tokens"]
+    for name in ("transitions", "tokens_evicted"):
+        assert actual["stats"][name] == expected["stats"][name] > 0
+    if dtype == "model":  # rounding makes steps of the last digits, which differ
+        assert actual["survivors"] == expected["survivors"]
+    assert "take_back" in actual["warmed_up"]
+    assert (actual["runner"] == "vllm.v1.worker.cpu.model_runner") == (path != "v1")
+    if path != "v1":
+        assert actual["graphs"][0] >= 2
 
 
 @pytest.mark.slow

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from tests.engine.known_drafts import KnownDrafts
 from vllm_h2o.attention import ops
 from vllm_h2o.attention.ops import triton
 from vllm_h2o.plugin.cpu_worker import H2OCPUWorker
@@ -56,6 +59,19 @@ class InterpretedWorker(H2OCPUWorker):
             return dispatch(*args, **kwargs)
 
         dispatcher.dispatch = noting
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Draft on runner V2 what is known: the interpreter can not run vLLM's n-gram
+        kernels, whose masks it refuses."""
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        if self.vllm_config.use_v2_model_runner and runner.speculator is not None:
+            known = KnownDrafts(self.vllm_config)
+
+            def propose(input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+                return known.of_states(input_batch.idx_mapping, runner.req_states)
+
+            runner.speculator.propose = propose
 
     def compile_or_warm_up_model(self) -> Any:
         """As CUDA's does, before vLLM watches for kernels that are compiled late."""

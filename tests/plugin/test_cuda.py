@@ -410,8 +410,11 @@ def test_full_graphs_hold_decodes_only(builder):
     )
     spec = H2OAttentionSpec.of(plain, H2OConfig(budget=64), 256)
     only = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert builder.get_cudagraph_support(None, spec) is only
-    assert builder.get_cudagraph_support(None, plain) is not only
+    plainly, drafting = (SimpleNamespace(num_speculative_tokens=n) for n in (0, 3))
+    assert builder.get_cudagraph_support(plainly, spec) is only
+    with_drafts = AttentionCGSupport.UNIFORM_BATCH
+    assert builder.get_cudagraph_support(drafting, spec) is with_drafts
+    assert builder.get_cudagraph_support(plainly, plain) is not only
 
 
 def test_blocks_that_are_cut_are_refused():
@@ -424,8 +427,10 @@ def test_blocks_that_are_cut_are_refused():
 
 
 def test_runners_have_what_is_wrapped():
-    assert callable(getattr(GPUModelRunnerV1, runner._V1))
-    assert callable(getattr(GPUModelRunnerV2, runner._V2))
+    for name in (runner._V1, runner._SAMPLED_V1):
+        assert callable(getattr(GPUModelRunnerV1, name))
+    for name in (runner._V2, runner._SAMPLED_V2):
+        assert callable(getattr(GPUModelRunnerV2, name))
     with pytest.raises(RuntimeError, match="object.*install vllm==0.32.0 or"):
         runner.follow(object(), StepRows(), is_v2=True)
 

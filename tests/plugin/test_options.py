@@ -303,10 +303,20 @@ def test_drafts_need_kernels_that_take_them_back(model_of, monkeypatch):
     refused(options, "--speculative-config='ngram'", "no kernel on CPU", "drop")
 
 
-def test_drafts_of_the_text_are_not_refused(model_of):
+def test_drafts_of_the_text_are_scheduled_synchronously(model_of):
     options = model_of("LlamaForCausalLM", **LLAMA) | {"speculative_config": NGRAM}
-    config = EngineArgs(kv_policy="h2o", dtype="float32", **options)
-    assert config.create_engine_config().num_speculative_tokens == 2
+    args = EngineArgs(kv_policy="h2o", dtype="float32", **options)
+    assert translate(args)["async_scheduling"] is False
+    config = args.create_engine_config()
+    assert config.num_speculative_tokens == 2
+    # As vLLM 0.33 would have it with runner V2, if nobody said otherwise.
+    config.scheduler_config.async_scheduling = True
+    said = "--speculative-config with --async-scheduling=True: use --no-async"
+    with pytest.raises(ValueError, match=said):
+        check_vllm_config(config)
+    for given in ({"async_scheduling": True}, {"speculative_config": None}):
+        args = EngineArgs(kv_policy="h2o", **options | given)
+        assert translate(args)["async_scheduling"] is given.get("async_scheduling")
 
 
 def test_quantized_kv_cache_is_refused(model_of):

@@ -239,14 +239,14 @@ class H2OImpl(_StockImpl):
         self,
         kv_cache: torch.Tensor,
         spec: H2OAttentionSpec,
-        padding: Iterable[ResidentRows],
+        padding: Iterable[tuple[ResidentRows, Drafted | None]],
     ) -> None:
         """Call all kernels: a prompt of zeros in vLLM's null block, rows of padding.
 
         Args:
             kv_cache: The layer's cache.
             spec: The layer's.
-            padding: Batches to decode.
+            padding: Batches to decode, with what takes back their drafts.
         """
         bound, layout = self._bind(kv_cache, spec), spec.page_layout
         pages, dense, params = bound.pages, bound.dense, bound.params
@@ -278,10 +278,14 @@ class H2OImpl(_StockImpl):
             kernels.compress_chunk([layer], chunk, self.h2o)
             if params.moving is not None:
                 kernels.move_keys([layer], held)
-        for rows in padding:
-            query = zeros(len(rows.positions), *query.shape[1:], dtype=dtype)
+        for rows, drafted in padding:
+            num_tokens = len(rows.positions) * rows.most_tokens
+            query = zeros(num_tokens, *query.shape[1:], dtype=dtype)
             key = query[:, :num_kv_heads]
-            self._decode((query, key, key, torch.empty_like(query)), rows, None)
+            batch = query, key, key, torch.empty_like(query)
+            self._decode(batch, rows, None, drafted)
+            if drafted is not None:
+                drafted.take_back(zeros(len(rows.positions), dtype=torch.int32))
 
     def unbind(self) -> None:
         """Let go of a cache: vLLM makes one only to measure graphs with."""
@@ -386,7 +390,7 @@ class H2OImpl(_StockImpl):
         pages, params = self._layer.pages, self._layer.params
         if rows.stay_dense:
             pages, params = self._layer.dense, self._layer.dense_params
-        log = drafted.log(pages, params) if drafted else None
+        log = drafted.logs.of(pages, params) if drafted else None
         params.operations.decode_resident(
             query, key, value, pages, rows, params, mine, log
         )

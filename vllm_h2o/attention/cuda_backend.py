@@ -30,10 +30,13 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_h2o.attention.backend import H2OBackend, H2OImpl
+from vllm_h2o.attention.drafts import KeptLogs, Logs
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
+from vllm_h2o.attention.ops import LoggedLayer, ResidentRows
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     check_supported,
+    draft_log,
     slots_with_logits,
 )
 from vllm_h2o.attention.pages import Pages
@@ -78,8 +81,11 @@ class _CUDABuilder(H2OMetadataBuilder):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Full graphs hold decodes of one token per request, and nothing else."""
+        """Full graphs hold decodes, and nothing else: a token of each request, and as
+        many drafts."""
         if isinstance(kv_cache_spec, H2OAttentionSpec):
+            if vllm_config.num_speculative_tokens:
+                return AttentionCGSupport.UNIFORM_BATCH
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
@@ -118,14 +124,27 @@ class _CUDABuilder(H2OMetadataBuilder):
             self._slots = np.maximum(self._slots[: len(slots)], slots)
         assert self._slots.max() <= self.spec.most_slots, "the scratch is too small"
         super().bind(step, layers, placements)
+        if self._most_tokens > 1:
+            bound = [x.impl.scored_layer(x.kv_cache, self.spec) for x in layers]
+            size = self._tensors.max_rows, self._most_tokens - 1, self._logit_slots
+            self._kept_logs = KeptLogs(
+                [
+                    LoggedLayer(x.pages, x.params, draft_log(x.pages, *size))
+                    for x in bound
+                ]
+            )
+
+    def _logs(self, rows: ResidentRows) -> Logs:
+        return self._kept_logs
 
     def _pack(
         self, plan: ResidencyPlan, placements: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int64]:
-        positions = plan.num_computed_tokens
+        # Of the last draft.
+        positions = plan.num_computed_tokens + plan.num_scheduled_tokens - 1
         slots = self._slots[placements]
         slots = np.minimum(self.spec.num_kv_heads * (positions + 1), slots)
-        slots = np.where(positions >= plan.first_queries, slots, 0)
+        slots = np.where(plan.num_computed_tokens >= plan.first_queries, slots, 0)
         ends = slots.cumsum()
         assert ends[-1] <= self._logit_slots, "rows that score have more than the pool"
         return ends - slots

@@ -13,8 +13,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_h2o.attention.drafts import Drafted
-from vllm_h2o.attention.ops import Chunk, Held, ResidentRows
+from vllm_h2o.attention.drafts import Drafted, Logs, StepLogs
+from vllm_h2o.attention.ops import Chunk, DraftLog, Held, ResidentRows
 from vllm_h2o.attention.placements import Budget
 from vllm_h2o.attention.prompts import PromptRow
 from vllm_h2o.attention.row_placements import RowPlacements
@@ -99,7 +99,9 @@ class H2OMetadataBuilder(_Stock):
         max_rows = vllm_config.scheduler_config.max_num_seqs
         scratch = self._decode_scratch(vllm_config, max_rows)
         blocks = self.layout.budget_blocks
-        speculates = vllm_config.num_speculative_tokens > 0
+        self._most_tokens = 1 + vllm_config.num_speculative_tokens
+        self._known_logs: dict[int, DraftLog] = {}
+        speculates = self._most_tokens > 1
         self._tensors = RowTensors(
             max_rows, blocks, device, scratch, speculates=speculates
         )
@@ -140,6 +142,7 @@ class H2OMetadataBuilder(_Stock):
         step.groups.append(self.placements)
         self.upkeep = Upkeep(self.spec, layers, self.placements)
         self._tensors.bind(self.placements.has_several)
+        self._known_logs = {}
 
     def build(
         self,
@@ -185,6 +188,7 @@ class H2OMetadataBuilder(_Stock):
         if self._dense_tensors is not None and self.has_graphs and decodes.all():
             metadata.resident = self._resident(common, rows)
             metadata.dense = self._dense(common, rows)
+            self._note_drafts(metadata, decodes)
             return
         if self._dense_tensors is not None:
             decodes = decodes & ~dense
@@ -196,12 +200,23 @@ class H2OMetadataBuilder(_Stock):
             metadata.resident, metadata.resident_tokens = self._rows_of(
                 decodes, common, rows, self._resident
             )
-            most_drafts = int(rows.num_scheduled_tokens[decodes].max()) - 1
-            if most_drafts:
-                index = torch.from_numpy(np.flatnonzero(decodes))
-                metadata.drafted = Drafted(metadata.resident, index, most_drafts)
-                assert self.step is not None
-                self.step.drafted.append(metadata.drafted)
+            self._note_drafts(metadata, decodes)
+
+    def _note_drafts(
+        self, metadata: H2OMetadata, decodes: npt.NDArray[np.bool_]
+    ) -> None:
+        """Have drafts of rows that decode be taken back, if there are any."""
+        assert metadata.resident is not None and self.step is not None
+        if metadata.resident.most_tokens > 1:
+            index = torch.from_numpy(np.flatnonzero(decodes))
+            index = async_tensor_h2d(index, self.device)
+            logs = self._logs(metadata.resident)
+            metadata.drafted = Drafted(metadata.resident, index, logs)
+            self.step.drafted.append(metadata.drafted)
+
+    def _logs(self, rows: ResidentRows) -> Logs:
+        """Where layers note what drafts of these rows change."""
+        return StepLogs(self._known_logs, len(rows.positions), rows.most_tokens - 1)
 
     def _rows_of(
         self,
@@ -239,7 +254,7 @@ class H2OMetadataBuilder(_Stock):
     ) -> ResidentRows:
         """Those of a batch of decodes that stay dense, by their dense blocks."""
         assert self._dense_tensors is not None
-        rows = self._dense_tensors.begin(common, plan.first_queries)
+        rows = self._dense_tensors.begin(common, plan)
         if not plan.stay_dense.all():
             rows.positions.masked_fill_(rows.positions >= rows.first_queries, -1)
         table = common.block_table_tensor[: common.num_reqs]
@@ -251,17 +266,33 @@ class H2OMetadataBuilder(_Stock):
     ) -> Any:
         """Metadata of a warm-up, of the capture of a graph, or of an idle rank.
 
-        Batches of one token per request are what decode graphs are captured from:
-        they run the resident kernels over rows of padding, which touch no page.
+        Batches of one token per request, and of its drafts where vLLM speculates, are
+        what decode graphs are captured from: they run the resident kernels over rows of
+        padding, which touch no page.
         """
-        if common.max_query_len > 1:
+        if not self._is_uniform(common):
             return super().build(common_prefix_len, common, fast_build)
-        dense = self._dense_tensors
+        size = common.num_reqs, common.max_query_len
+        dense, resident = self._dense_tensors, self._tensors.padding(*size)
         return H2OMetadata(
             self.spec,
-            resident=self._tensors.padding(common.num_reqs),
-            dense=None if dense is None else dense.padding(common.num_reqs),
+            resident=resident,
+            drafted=self._drafted_padding(resident),
+            dense=None if dense is None else dense.padding(*size),
         )
+
+    def _is_uniform(self, common: CommonAttentionMetadata) -> bool:
+        """Whether all rows have as many tokens, and no more than those that decode."""
+        size = common.max_query_len
+        alike = common.num_actual_tokens == common.num_reqs * size
+        return alike and size <= self._most_tokens
+
+    def _drafted_padding(self, rows: ResidentRows) -> Drafted | None:
+        """What takes back drafts of padding, where it has some and layers are known."""
+        if rows.most_tokens == 1 or self.step is None:
+            return None
+        everyone = torch.arange(len(rows.positions), device=self.device)
+        return Drafted(rows, everyone, self._logs(rows))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -269,14 +300,14 @@ class H2OMetadataBuilder(_Stock):
         """Build the metadata that a graph is captured with."""
         if not self.compresses:
             return super().build_for_cudagraph_capture(common_attn_metadata)
-        assert common_attn_metadata.max_query_len == 1, "H2O captures decodes only"
+        assert self._is_uniform(common_attn_metadata), "H2O captures decodes only"
         return self._build_dummy(0, common_attn_metadata, False)
 
     def _resident(
         self, common: CommonAttentionMetadata, plan: ResidencyPlan
     ) -> ResidentRows:
         """The rows of a batch of decodes; rows after those of the plan are padding."""
-        rows = self._tensors.begin(common, plan.first_queries)
+        rows = self._tensors.begin(common, plan)
         if rows.logit_starts is not None or rows.placements is not None:
             placements = self.placements.of_rows(plan)
         if rows.logit_starts is not None:
@@ -299,12 +330,14 @@ class H2OMetadataBuilder(_Stock):
                 rows.positions.masked_fill_(stay, -1)
         return rows
 
-    def padding(self) -> Iterator[ResidentRows]:
-        """Batches of 1, 2, 4 .. rows that touch no page."""
+    def padding(self) -> Iterator[tuple[ResidentRows, Drafted | None]]:
+        """Batches of 1, 2, 4 .. rows that touch no page; with drafts if there are."""
         num_rows = 1
         while num_rows <= self._tensors.max_rows:
-            for tensors in filter(None, (self._tensors, self._dense_tensors)):
-                yield tensors.padding(num_rows)
+            rows = self._tensors.padding(num_rows, self._most_tokens)
+            yield rows, self._drafted_padding(rows)
+            if self._dense_tensors is not None:
+                yield self._dense_tensors.padding(num_rows, self._most_tokens), None
             num_rows *= 2
 
     def _attends(self, common: CommonAttentionMetadata, row: RowPlan) -> bool:

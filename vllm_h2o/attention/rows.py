@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_h2o.attention.ops import ResidentRows
+from vllm_h2o.core.plan import ResidencyPlan
 
 
 class RowTensors:
@@ -52,17 +52,18 @@ class RowTensors:
             max_rows, budget_blocks, dtype=torch.int32, device=device
         )
         self._has_placements = False
-        self._views: dict[int, ResidentRows] = {}
+        self._views: dict[tuple[int, int], ResidentRows] = {}
 
     def bind(self, has_placements: bool) -> None:
         """Say whether rows may have other placements than the uniform one."""
         self._has_placements = has_placements
         self._views.clear()
 
-    def rows(self, num_rows: int) -> ResidentRows:
-        """The first rows, to be written."""
-        if num_rows not in self._views:
-            self._views[num_rows] = ResidentRows(
+    def rows(self, num_rows: int, most_tokens: int = 1) -> ResidentRows:
+        """The first rows, to be written; each with so many tokens at most."""
+        key = num_rows, most_tokens
+        if key not in self._views:
+            self._views[key] = ResidentRows(
                 self._block_table[:num_rows],
                 self._positions[:num_rows],
                 self._first_queries[:num_rows],
@@ -73,20 +74,24 @@ class RowTensors:
                 self._stay_dense,
                 self._counts[:num_rows] if self._speculates else None,
                 self._starts[:num_rows] if self._speculates else None,
+                most_tokens,
             )
-        return self._views[num_rows]
+        return self._views[key]
 
     def begin(
-        self, common: CommonAttentionMetadata, first_queries: npt.NDArray[Any]
+        self, common: CommonAttentionMetadata, plan: ResidencyPlan
     ) -> ResidentRows:
         """The rows of a batch, with what all have of a step.
 
         Args:
             common: The batch. Of padding `seq_lens` is 0, which makes its position -1.
-            first_queries: Of rows that are no padding; these come last.
+            plan: Of rows that are no padding; that comes last.
         """
-        num_rows = common.num_reqs
-        rows, ends = self.rows(num_rows), common.seq_lens[:num_rows]
+        num_rows, first_queries = common.num_reqs, plan.first_queries
+        most_tokens = int(plan.num_scheduled_tokens.max())
+        assert most_tokens == 1 or self._speculates, "a row that decodes has one token"
+        rows = self.rows(num_rows, most_tokens)
+        ends = common.seq_lens[:num_rows]
         if rows.counts is None or rows.starts is None:
             torch.sub(ends, 1, out=rows.positions)
         else:
@@ -97,10 +102,13 @@ class RowTensors:
         async_tensor_h2d(first_queries, out=rows.first_queries[: len(first_queries)])
         return rows
 
-    def padding(self, num_rows: int) -> ResidentRows:
-        """Rows that touch no page."""
-        rows = self.rows(num_rows)
+    def padding(self, num_rows: int, most_tokens: int = 1) -> ResidentRows:
+        """Rows that touch no page, in a batch with so many tokens of each."""
+        rows = self.rows(num_rows, most_tokens)
         rows.positions.fill_(-1)
+        if rows.counts is not None and rows.starts is not None:
+            rows.counts.fill_(most_tokens)
+            torch.arange(num_rows, out=rows.starts).mul_(most_tokens)
         return rows
 
 

@@ -58,14 +58,15 @@ class StepRows:
                 one more than it has accepted.
         """
         drafted, self.drafted = self.drafted, []
+        by_name: dict[str, int] = {}
         for rows in drafted:
             refused = rows.take_back(num_sampled)
             if self.settle_watchers:
                 names = self.request_ids()
                 taken_back = zip(rows.index.tolist(), refused.tolist(), strict=True)
-                by_name = {names[i]: count for i, count in taken_back}
-                for watcher in self.settle_watchers:
-                    watcher(by_name)
+                by_name |= {names[i]: count for i, count in taken_back}
+        for watcher in self.settle_watchers:
+            watcher(by_name)
 
     def end(self) -> None:
         """Forget the plan: what runs now is a dummy run."""

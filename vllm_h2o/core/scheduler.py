@@ -62,11 +62,12 @@ class H2OScheduler(AsyncScheduler):
                     manager._record_new_block_ids = True
         self.h2o_stats = H2OStats()
         self._continuing = self._make_continuing()
-        speculates = self.num_spec_tokens > 0
-        self._terms = self.h2o_managers[0].terms._replace(speculates=speculates)
+        most_drafts = self.num_spec_tokens
+        self._terms = self.h2o_managers[0].terms._replace(most_drafts=most_drafts)
         self._aligns_states = self.need_mamba_block_aligned_split
         # vLLM asks where steps have to end; see `_mamba_block_aligned_split`.
-        self.need_mamba_block_aligned_split |= self._spec.h2o.reads_on or speculates
+        asks = self._spec.h2o.reads_on or most_drafts > 0
+        self.need_mamba_block_aligned_split |= asks
         self._layout = self._spec.layout
         device = self.vllm_config.device_config.device_type
         self._limits = self._spec.limits(device)

@@ -104,9 +104,10 @@ class H2OStats:
             output: The scheduled step.
             result: What it has given: of each request one token more than it accepted.
         """
-        rows, sampled = plan.rows, result.sampled_token_ids
+        sampled = result.sampled_token_ids
+        places = {name: i for i, name in enumerate(plan.request_ids)}
         for name, drafts in output.scheduled_spec_decode_tokens.items():
-            row = rows[name]
+            row = plan.row(places[name])
             if not row.decodes or row.stays_dense:
                 continue
             refused = len(drafts) + 1 - len(sampled[result.req_id_to_index[name]])

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_h2o.attention.device_tables import NUM_SIZES
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin.worker import H2OWorker
+from vllm_h2o.policy.quantization import NUM_SCALES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,6 +62,7 @@ class H2OGPUWorker(H2OWorker, Worker):
         scratch = scratch_bytes(self.vllm_config, specs, most_blocks(specs, available))
         assert self._resolved is not None
         scratch += table_bytes(specs, self._resolved)
+        scratch += log_bytes(self.vllm_config, specs, most_blocks(specs, available))
         logger.info_once(
             "H2O's decode steps take %s GiB beside the KV cache, for up to %d rows "
             "(--max-num-seqs)",
@@ -168,6 +170,33 @@ def scratch_bytes(
         current_platform.device_type,
         spec.dense_budget,
     )
+
+
+def log_bytes(
+    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_blocks: int
+) -> int:
+    """Bytes that say what drafts have changed, of all layers; see `DraftLog`.
+
+    Args:
+        vllm_config: The engine's.
+        specs: Of all layers.
+        num_blocks: Of the pool.
+    """
+    from vllm_h2o.attention.ops.triton import slots_with_logits
+
+    most_drafts = vllm_config.num_speculative_tokens
+    max_rows = vllm_config.scheduler_config.max_num_seqs
+    num_bytes = 0
+    for spec in specs.values():
+        if most_drafts and isinstance(spec, H2OAttentionSpec):
+            pool = num_blocks * spec.block_slots
+            slots = slots_with_logits(
+                max_rows, spec.most_slots, pool, spec.most_slots_per_token
+            )
+            item = 1 if spec.h2o.quantizes else spec.dtype.itemsize
+            lost = 2 * spec.head_size * item + 4 * (2 + NUM_SCALES)
+            num_bytes += 4 * slots + max_rows * spec.num_kv_heads * lost
+    return most_drafts * num_bytes
 
 
 def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:

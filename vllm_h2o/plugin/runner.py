@@ -2,7 +2,8 @@
 
 Target: `_determine_batch_execution_and_padding` of runner V1,
     `gather_batch_req_state` of runner V2, and where vLLM speculates
-    `_update_states_after_model_execute` of V1; of the worker's own runner only.
+    `_update_states_after_model_execute` of V1, `postprocess_sampled` of V2; of the
+    worker's own runner only.
 Why: the metadata builder must know which request a row is, and both runners take a
     batch of one token per request for a decode. A prompt's step may have one token
     too, and the CUDA graph of a resident decode must not be replayed for it. What
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _V1 = "_determine_batch_execution_and_padding"
 _V2 = "gather_batch_req_state"
 _SAMPLED_V1 = "_update_states_after_model_execute"
+_SAMPLED_V2 = "postprocess_sampled"
 
 
 def follow(runner: Any, step: StepRows, is_v2: bool) -> None:
@@ -56,9 +58,11 @@ def follow(runner: Any, step: StepRows, is_v2: bool) -> None:
     setattr(runner, name, wrapper)
     if not is_v2:
         step.request_ids = lambda: runner.input_batch.req_ids
-        if runner.speculative_config is not None:
-            settling = _settling_v1(getattr(runner, _SAMPLED_V1), step)
-            setattr(runner, _SAMPLED_V1, settling)
+    if runner.speculative_config is not None:
+        name, settling = (
+            (_SAMPLED_V2, _settling_v2) if is_v2 else (_SAMPLED_V1, _settling_v1)
+        )
+        setattr(runner, name, settling(getattr(runner, name), step))
 
 
 def _following_v1(determine: Any, step: StepRows) -> Any:
@@ -77,6 +81,21 @@ def _settling_v1(update: Any, step: StepRows) -> Any:
         # -1 behind the last one that a row has given.
         step.settle((output_token_ids != -1).sum(dim=1))
         return update(output_token_ids, *args, **kwargs)
+
+    return wrapper
+
+
+def _settling_v2(update: Any, step: StepRows) -> Any:
+    @functools.wraps(update)
+    def wrapper(
+        idx_mapping: Any,
+        sampled_tokens: Any,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step.settle(num_sampled)
+        return update(idx_mapping, sampled_tokens, num_sampled, *args, **kwargs)
 
     return wrapper
 

@@ -413,6 +413,11 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state": (
         "(self, scheduler_output, dummy_run)",
     ),
+    "v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
+        "(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=)",
+        "(self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=, draft_tokens=)",
+    ),
+    "v1.worker.gpu.model_runner:GPUModelRunner.speculative_config": ("",),
     "v1.worker.gpu.model_runner:GPUModelRunner.attn_groups": ("",),
     "v1.worker.gpu.model_runner:GPUModelRunner.get_model": ("(self)",),
     "v1.worker.gpu.model_runner:GPUModelRunner.device": ("",),

@@ -156,6 +156,7 @@ def _check_speculation(vllm_config: VllmConfig, config: H2OConfig) -> None:
     model = vllm_config.model_config
     stages = vllm_config.parallel_config.pipeline_parallel_size
     whole_blocks = config.eviction_unit == "block"
+    overlaps = vllm_config.scheduler_config.async_scheduling
     asked = (
         # Layers of a drafter have a cache that H2O does not lay out.
         (method not in _DRAFTS_OF_TEXT, "method", method, f"use {_DRAFTS_OF_TEXT[0]}"),
@@ -166,6 +167,8 @@ def _check_speculation(vllm_config: VllmConfig, config: H2OConfig) -> None:
         # What a method keeps beside attention is noted nowhere.
         (fused_form_of(config.method) is None, "--h2o-score", config.score, "use sum"),
         # Only the last stage learns what was refused.
+        # Slots are laid out anew at counts that only the device would know.
+        (overlaps, "--async-scheduling", True, "use --no-async-scheduling"),
         (stages > 1, "--pipeline-parallel-size", stages, "use 1"),
         (model.is_hybrid, "a model with states", model.model, "use another model"),
     )
@@ -309,7 +312,7 @@ def check_kernels(config: H2OConfig, kernels: Kernels, platform: str) -> None:
 def _check_drafts(vllm_config: VllmConfig, kernels: Kernels, platform: str) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and rules.Capability.DRAFTS not in kernels.CAPABILITIES:
-        fix = f"it has no kernel on {platform} yet: drop --speculative-config"
+        fix = f"it has no kernel on {platform}: drop --speculative-config"
         _refuse("--speculative-config", speculative.method, fix)
 
 

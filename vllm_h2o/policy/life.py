@@ -106,14 +106,14 @@ class Terms(NamedTuple):
         block_size: Tokens of a dense block.
         layout: The slots of the longest request, in resident blocks.
         reach: How far back keys may be, where they move; None: they do not.
-        speculates: Whether a step may decode several tokens of a request.
+        most_drafts: Tokens that a step may decode of a request beside the first.
     """
 
     policy: H2OConfig
     block_size: int
     layout: SlotLayout
     reach: Reach | None = None
-    speculates: bool = False
+    most_drafts: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -262,10 +262,11 @@ class Life:
         """
         if num_computed < self.prefill_end:
             end = self.span(num_computed).end if self.reads_on else sys.maxsize
-            return min(end, self.prefill_end) if self.terms.speculates else end
-        if not self.terms.speculates:
+            return min(end, self.prefill_end) if self.terms.most_drafts else end
+        if not self.terms.most_drafts:
             return sys.maxsize
         due = [max(self.most_tokens - 1, num_computed + 1)]
+        due.append(num_computed + 1 + self.terms.most_drafts)
         if not self.stays_dense:
             # Heads part, the budget grows, keys move.
             climb = self.climb.at(num_computed + 1)
@@ -336,7 +337,7 @@ class Life:
             return
         climb = self.climb.at(num_tokens)
         if climb is not self.climb:
-            alone = num_tokens == climb.grown_at + 1 or self.terms.speculates
+            alone = num_tokens == climb.grown_at + 1 or self.terms.most_drafts
             assert self.reads_on or alone, "a request grows where a step begins"
             self.climb = climb
             self._note()

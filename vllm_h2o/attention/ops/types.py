@@ -49,6 +49,7 @@ class ResidentRows:
             None: one each, and a row is a token.
         starts: `[num_rows]` int32 the first of them among the batch's tokens; None
             where `counts` is.
+        most_tokens: New tokens of a row, at most.
     """
 
     block_table: torch.Tensor
@@ -61,6 +62,7 @@ class ResidentRows:
     stay_dense: bool = False
     counts: torch.Tensor | None = None
     starts: torch.Tensor | None = None
+    most_tokens: int = 1
 
     def tokens_of(self, row: int) -> range:
         """A row's new tokens among the batch's."""
@@ -92,7 +94,8 @@ class DraftLog:
             the token which left the ring went to; `RING`: it was the one that left the
             ring; `NOTHING`: the head had room.
         attention: `[num_rows, most_drafts, num_kv_heads, slots]` float32 that all slots
-            had got before the draft.
+            had got before the draft; of the Triton kernels `[most_drafts, slots]`,
+            those of a row and KV head where its logits are in the scratch.
     """
 
     keys: torch.Tensor
@@ -104,31 +107,40 @@ class DraftLog:
 
     @classmethod
     def of(
-        cls, pages: Pages, params: LayerParams, num_rows: int, most_drafts: int
+        cls, pages: Pages, num_rows: int, most_drafts: int, attention: torch.Tensor
     ) -> DraftLog:
         """An empty log of a layer.
 
         Args:
             pages: The layer's.
-            params: The layer's.
             num_rows: Of the batch.
             most_drafts: Of a row.
+            attention: Room for it.
         """
         _, num_kv_heads, head_size, _ = pages.keys.shape
-        size, device = (num_rows, most_drafts, num_kv_heads), pages.keys.device
-
-        def empty(*last: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(*size, *last, dtype=dtype, device=device)
-
-        of_kv, floats = pages.keys.dtype, torch.float32
+        size = num_rows, most_drafts, num_kv_heads
         return cls(
-            keys=empty(head_size, dtype=of_kv),
-            values=empty(head_size, dtype=of_kv),
-            scales=empty(2, dtype=floats) if pages.quantized else None,
-            births=empty(dtype=torch.int32),
-            losers=empty(dtype=torch.int32),
-            attention=empty(params.largest_budget, dtype=floats),
+            keys=pages.keys.new_empty(*size, head_size),
+            values=pages.keys.new_empty(*size, head_size),
+            scales=attention.new_empty(*size, 2) if pages.quantized else None,
+            births=pages.births.new_empty(size),
+            losers=pages.births.new_empty(size),
+            attention=attention,
         )
+
+    def has_room(self, num_rows: int, most_drafts: int) -> bool:
+        """Whether it is large enough."""
+        rows, drafts = self.births.shape[:2]
+        return rows >= num_rows and drafts >= most_drafts
+
+    @classmethod
+    def by_row(
+        cls, pages: Pages, params: LayerParams, num_rows: int, most_drafts: int
+    ) -> DraftLog:
+        """The same, with room for the attention of as many slots as rows may have."""
+        size = num_rows, most_drafts, pages.keys.shape[1], params.largest_budget
+        floats = torch.empty(size, device=pages.keys.device)
+        return cls.of(pages, num_rows, most_drafts, floats)
 
 
 class LoggedLayer(NamedTuple):

@@ -4,7 +4,7 @@ Needs torch and triton, not vLLM. Nothing outside this package imports triton.
 Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from vllm_h2o.attention.ops.reference import attend_observed, start, take_back
+from vllm_h2o.attention.ops.reference import attend_observed, start
 from vllm_h2o.attention.ops.triton.chunks import compress_chunk, move_keys, read_on
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
 from vllm_h2o.attention.ops.triton.growth import order_rings
@@ -13,6 +13,7 @@ from vllm_h2o.attention.ops.triton.launch import (
     FORMS,
     check_supported,
     decode_resident,
+    draft_log,
 )
 from vllm_h2o.attention.ops.triton.scoring import observe
 from vllm_h2o.attention.ops.triton.selection import select
@@ -21,6 +22,7 @@ from vllm_h2o.attention.ops.triton.splitting import (
     Tuning,
     slots_with_logits,
 )
+from vllm_h2o.attention.ops.triton.take_back import take_back
 from vllm_h2o.attention.ops.triton.transition import copy_kept, transition
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "select",
     "copy_kept",
     "decode_resident",
+    "draft_log",
     "move_keys",
     "observe",
     "order_rings",

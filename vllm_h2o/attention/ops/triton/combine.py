@@ -17,6 +17,7 @@ from vllm_h2o.attention.ops.triton.slots import (
     sizes_of,
     slot_of,
     split_slots_of,
+    token_of,
 )
 
 
@@ -25,7 +26,8 @@ def combine_kernel(
     output, output_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales,
-    table, table_stride, sizes, lists, positions, first_queries, placements, grown_at,
+    table, table_stride, sizes, lists, positions, counts, starts, draft,
+    first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
     losers, leaving_attention, sink_logits,
     score_decay, max_splits, least_split, split_slots, tile,
@@ -36,7 +38,7 @@ def combine_kernel(
     BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_H: tl.constexpr,
     PADS: tl.constexpr,
 ):  # fmt: skip
-    """Finish the decode step of one row and KV head.
+    """Finish the decode step of one row and KV head, of its token of index `draft`.
 
         M[h] = max(max_i m_i[h], sink[h])
         L[h] = sum_i l_i[h] exp(m_i[h] - M[h]) + exp(sink[h] - M[h])
@@ -58,12 +60,15 @@ def combine_kernel(
     the end of the step.
     """
     row = tl.program_id(0)
-    position = tl.load(positions + row).to(tl.int32)
-    output += row.to(tl.int64) * output_strides[0]
+    position, token = token_of(positions, counts, starts, row, draft)
+    output += token.to(tl.int64) * output_strides[0]
     if not PADS:  # noqa: SIM102  one is known when it is compiled
         if position < 0:
             return
     if position < 0:
+        if counts is not None:  # noqa: SIM102  one is known when it is compiled
+            if draft >= tl.load(counts + row):
+                return  # the row has fewer tokens
         query_head = tl.program_id(1)
         if sizes is None:
             query_head = query_head * GROUP + tl.program_id(2) % GROUP
@@ -128,8 +133,8 @@ def combine_kernel(
             # No thread may overwrite the graduate before all have read it.
             tl.debug_barrier()
         write_token(
-            key + row.to(tl.int64) * key_strides[0] + head * key_strides[1],
-            value + row.to(tl.int64) * value_strides[0] + head * value_strides[1],
+            key + token.to(tl.int64) * key_strides[0] + head * key_strides[1],
+            value + token.to(tl.int64) * value_strides[0] + head * value_strides[1],
             keys, keys_strides, values, values_strides, births, state_strides,
             key_scales, value_scales, places, state, head, slot, position, scores_now,
             HEAD_SIZE, BLOCK_D, BLOCK_SIZE,

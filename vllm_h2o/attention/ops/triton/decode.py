@@ -18,6 +18,7 @@ from vllm_h2o.attention.ops.triton.slots import (
     slot_of,
     soft_capped,
     split_slots_of,
+    token_of,
 )
 
 # Finite, so that a split without a single token merges with weight exp(-huge)
@@ -25,7 +26,7 @@ from vllm_h2o.attention.ops.triton.slots import (
 _NO_LOGIT = tl.constexpr(-1.0e38)
 
 # Differs by layer and by the number of rows: one compilation must serve them all.
-VARYING = ["max_splits"]
+VARYING = ["max_splits", "draft"]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -33,7 +34,8 @@ def attend_kernel(
     query, query_strides, key, key_strides, value, value_strides,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales,
-    table, table_stride, sizes, lists, positions, first_queries, placements, grown_at,
+    table, table_stride, sizes, lists, positions, counts, starts, draft,
+    first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
     losers, leaving_attention,
     scale, softcap, max_splits, least_split, split_slots, tile,
@@ -45,6 +47,9 @@ def attend_kernel(
     BLOCK_U: tl.constexpr, BLOCK_H: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Attention of one split of the slots of one row and KV head.
+
+    Of the row's token of index `draft`, where rows have several (`counts`); rows that
+    have fewer return at once.
 
         S      = occupied slots of the split, after graduation and write
         z[h,s] = scale * q[h] . K[s], soft-capped
@@ -67,7 +72,7 @@ def attend_kernel(
     multiplied by their scales.
     """
     row = tl.program_id(0)
-    position = tl.load(positions + row).to(tl.int32)
+    position, token = token_of(positions, counts, starts, row, draft)
     first_entry = 0
     if sizes is not None:
         first_entry = tl.load(placements + row) * NUM_KV_HEADS
@@ -108,14 +113,14 @@ def attend_kernel(
 
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     in_group, in_head = g < GROUP, d < HEAD_SIZE
-    q_offsets = row.to(tl.int64) * query_strides[0]
+    q_offsets = token.to(tl.int64) * query_strides[0]
     q_offsets += (head * GROUP + g)[:, None] * query_strides[1] + d[None, :]
     q_mask = in_group[:, None] & in_head[None, :]
     q = tl.load(query + q_offsets, mask=q_mask, other=0.0)
 
     # The new token is in no page yet: it opens the sums of the split it is in.
-    at_k = row.to(tl.int64) * key_strides[0] + head * key_strides[1] + d
-    at_v = row.to(tl.int64) * value_strides[0] + head * value_strides[1] + d
+    at_k = token.to(tl.int64) * key_strides[0] + head * key_strides[1] + d
+    at_v = token.to(tl.int64) * value_strides[0] + head * value_strides[1] + d
     new_k = tl.load(key + at_k, mask=in_head, other=0.0).to(tl.float32)
     new_v = tl.load(value + at_v, mask=in_head, other=0.0).to(tl.float32)
     if key_scales is not None:

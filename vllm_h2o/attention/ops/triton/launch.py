@@ -17,6 +17,7 @@ from vllm_h2o.attention.device_tables import DeviceTables
 from vllm_h2o.attention.ops import Capability, DraftLog, LayerParams, ResidentRows
 from vllm_h2o.attention.ops.triton.combine import combine_kernel
 from vllm_h2o.attention.ops.triton.decode import attend_kernel
+from vllm_h2o.attention.ops.triton.drafts import note_drafts
 from vllm_h2o.attention.ops.triton.splitting import (
     LEAST_SPLIT,
     DecodeScratch,
@@ -28,7 +29,7 @@ from vllm_h2o.attention.pages import Pages
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
-CAPABILITIES = frozenset({Capability.INT8, Capability.CHUNKS})
+CAPABILITIES = frozenset({Capability.INT8, Capability.CHUNKS, Capability.DRAFTS})
 """What the kernels have beside."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_SIZE = 512
@@ -67,10 +68,10 @@ def decode_resident(
             position -1 touches no page, and its output is 0.
         params: As there.
         output: As there.
-        log: None.
+        log: As there, made by `draft_log`. Its attention is packed as the logits are.
     """
-    assert rows.counts is None and log is None, "drafts: no Capability.DRAFTS"
-    num_rows, num_heads, head_size = query.shape
+    num_rows, (num_heads, head_size) = len(rows.positions), query.shape[1:]
+    assert rows.counts is not None or len(query) == num_rows
     num_kv_heads, layout = key.shape[1], params.layout
     assert params.placements is None or not layout.whole_blocks
     check_supported(query.dtype, head_size, layout.block_size, num_heads, num_kv_heads)
@@ -79,18 +80,16 @@ def decode_resident(
         return
     assert params.fused_form in FORMS, params.method
     scratch = rows.scratch
+    assert log is None or not (layout.whole_blocks or rows.stay_dense)
     if scratch is None:
         scratch = DecodeScratch.allocate(
             num_rows, num_heads, num_kv_heads, head_size, params.layout.budget,
             params.largest_budget, query.device,
         )  # fmt: skip
-    starts, scored = rows.logit_starts, not rows.stay_dense
-    if scored and starts is None:
-        apart = num_kv_heads * params.largest_budget
-        starts = torch.arange(num_rows, device=query.device) * apart
-        assert num_rows * apart * num_heads <= scratch.logits.numel() * num_kv_heads
+    scored = not rows.stay_dense
+    starts = logit_starts_of(rows, num_kv_heads, params) if scored else None
     tables = None if rows.placements is None else params.device_tables
-    shapes = _shapes(query, num_kv_heads, params, scratch, scored)
+    shapes = _shapes(query, num_rows, num_kv_heads, params, scratch, scored)
     splits, tile = shapes["max_splits"], shapes["tile"]
     score_tile = min(SCORE_TILE, triton.next_power_of_2(params.largest_budget))
     attend_grid: tuple[int, ...]
@@ -108,7 +107,7 @@ def decode_resident(
         **page_arguments(pages),
         "table": rows.block_table, "table_stride": rows.block_table.stride(0),
         **table_arguments(tables),
-        "positions": rows.positions,
+        "positions": rows.positions, "counts": rows.counts, "starts": rows.starts,
         "first_queries": rows.first_queries, "placements": rows.placements,
         "grown_at": None if rows.placements is None else rows.grown_at,
         "logits": scratch.logits, "logit_starts": starts,
@@ -117,24 +116,52 @@ def decode_resident(
         "losers": scratch.losers, "leaving_attention": scratch.leaving_attention,
         **shapes,
     }  # fmt: skip
-    attend_kernel[attend_grid](
-        query=query, query_strides=query.stride()[:2],
-        scale=params.scale, softcap=params.softcap,
-        PINNED=layout.pinned_slots, SOFTCAP=params.softcap > 0.0,
-        MEAN=params.fused_form == "mean",
-        BLOCK_S=tile,
-        CANDIDATES=max(1, CANDIDATE_TILE // shapes["BLOCK_U"]),
-        num_warps=scratch.tuning.num_warps, num_stages=scratch.tuning.num_stages,
-        **shared,
-    )  # fmt: skip
-    combine_kernel[combine_grid](
-        output=output, output_strides=output.stride()[:2],
-        sink_logits=params.sink_logits, score_decay=params.score_decay,
-        BLOCK_T=score_tile,
-        BLOCK_P=triton.next_power_of_2(splits),
-        PADS=not rows.stay_dense,
-        num_warps=4, **shared,
-    )  # fmt: skip
+    for draft in range(rows.most_tokens):
+        attend_kernel[attend_grid](
+            query=query, query_strides=query.stride()[:2], draft=draft,
+            scale=params.scale, softcap=params.softcap,
+            PINNED=layout.pinned_slots, SOFTCAP=params.softcap > 0.0,
+            MEAN=params.fused_form == "mean",
+            BLOCK_S=tile,
+            CANDIDATES=max(1, CANDIDATE_TILE // shapes["BLOCK_U"]),
+            num_warps=scratch.tuning.num_warps, num_stages=scratch.tuning.num_stages,
+            **shared,
+        )  # fmt: skip
+        if log is not None and draft:
+            note_drafts(log, draft, num_rows, params.largest_budget, shared)
+        combine_kernel[combine_grid](
+            output=output, output_strides=output.stride()[:2], draft=draft,
+            sink_logits=params.sink_logits, score_decay=params.score_decay,
+            BLOCK_T=score_tile,
+            BLOCK_P=triton.next_power_of_2(splits),
+            PADS=not rows.stay_dense,
+            num_warps=4, **shared,
+        )  # fmt: skip
+
+
+def logit_starts_of(
+    rows: ResidentRows, num_kv_heads: int, params: LayerParams
+) -> torch.Tensor:
+    """`ResidentRows.logit_starts`; if there are none, as far apart as need be."""
+    if rows.logit_starts is not None:
+        return rows.logit_starts
+    apart = num_kv_heads * params.largest_budget
+    return torch.arange(len(rows.positions), device=rows.positions.device) * apart
+
+
+def draft_log(
+    pages: Pages, num_rows: int, most_drafts: int, logit_slots: int
+) -> DraftLog:
+    """An empty log of a layer, see `DraftLog`.
+
+    Args:
+        pages: The layer's.
+        num_rows: Of a batch, at most.
+        most_drafts: Of a row.
+        logit_slots: Of all rows that score, over KV heads.
+    """
+    attention = torch.empty(most_drafts, logit_slots, device=pages.keys.device)
+    return DraftLog.of(pages, num_rows, most_drafts, attention)
 
 
 def table_arguments(tables: DeviceTables | None) -> dict[str, Any]:
@@ -222,13 +249,14 @@ def _check_strides(
 
 def _shapes(
     query: torch.Tensor,
+    num_rows: int,
     num_kv_heads: int,
     params: LayerParams,
     scratch: DecodeScratch,
     scored: bool,
 ) -> dict[str, Any]:
     """The sizes that both kernels share; in capitals what they are compiled for."""
-    num_rows, num_heads, head_size = query.shape
+    num_heads, head_size = query.shape[1:]
     layout, largest = params.layout, params.largest_budget
     tile = tile_slots(scratch.tuning, query)
     splits = num_splits(

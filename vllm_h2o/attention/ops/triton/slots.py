@@ -115,6 +115,20 @@ def places_of(table, sizes, lists, entry):
 
 
 @triton.jit
+def token_of(positions, counts, starts, row, draft):
+    """`(position, index in the batch)` of a row's token of index `draft`.
+
+    The position is -1 where the row has no such token, or is padding.
+    """
+    position, token = tl.load(positions + row).to(tl.int32), row
+    if counts is not None:
+        exists = (position >= 0) & (draft < tl.load(counts + row))
+        position = tl.where(exists, position + draft, -1)
+        token = tl.load(starts + row) + draft
+    return position, token
+
+
+@triton.jit
 def place_of(position, sizes, entry, grown_at, row):
     """`policy.layout.place_of`: the position, until the row's budget grows."""
     place = position
