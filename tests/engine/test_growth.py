@@ -116,7 +116,9 @@ def long_prompts():
 @pytest.mark.parametrize(
     ("by", "block", "prompts_of_block", "num_tokens"),
     [
-        pytest.param("head", 32, short_prompts, 70, id="by head"),
+        pytest.param(
+            "head", 32, short_prompts, 70, id="by head", marks=pytest.mark.slow
+        ),
         pytest.param("gate", 32, short_prompts, 70, id="by head and the gate"),
         pytest.param("", 32, short_prompts, 70, id="uniform", marks=pytest.mark.slow),
         pytest.param(

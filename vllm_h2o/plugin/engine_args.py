@@ -182,19 +182,18 @@ def translate(engine_args: Any) -> dict[str, Any]:
     # Merged, so that a user's own additional_config is kept.
     additional = engine_args.additional_config or {}
     settings = settings_of(config, options)
-    overlaps = engine_args.async_scheduling
-    if engine_args.speculative_config and overlaps is None:
-        from vllm.logger import init_logger
-
-        said = "H2O schedules drafts synchronously (--no-async-scheduling)"
-        init_logger(f"vllm.{__name__}").info_once(said)
-        overlaps = False
-    return {
-        "async_scheduling": overlaps,
+    translated: dict[str, Any] = {
         "additional_config": {**additional, CONFIG_KEY: settings},
         "scheduler_cls": _claim(engine_args, "scheduler_cls", None, SCHEDULER_CLS),
         "worker_cls": _claim(engine_args, "worker_cls", "auto", needed_worker_cls()),
     }
+    if engine_args.speculative_config and engine_args.async_scheduling is None:
+        from vllm.logger import init_logger
+
+        said = "H2O schedules drafts synchronously (--no-async-scheduling)"
+        init_logger(f"vllm.{__name__}").info_once(said)
+        translated["async_scheduling"] = False
+    return translated
 
 
 def check_version() -> None:
