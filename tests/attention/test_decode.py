@@ -468,22 +468,13 @@ def decode_growing(kernel, read, merge, quantized):
         [[7, 6, 3], [6, 7, 7], [5, 5, 8]],
     ]
     budgets, grows_at = [3, 4, 6], [100, 180]
-    config, pages_of_splits = H2OConfig(sinks=4), lend_by_budget(splits, budgets)
     params = params_of(
         mean=True, recent_slots=16, heavy_slots=32, read=read, merge=merge
     )
     caches = [make_cache(torch.float32, 3, 64, 16) for _ in splits[0]]
     layers = [pages_of(cache, params, quantized) for cache in caches]
     own = PlacementTable(layers, params.layout, most_blocks=[8] * 3, capacity=4)
-    before = None
-    for index, (blocks, budget) in enumerate(zip(splits, budgets, strict=True), 1):
-        placement = Placement.of_blocks(blocks, budget, config, 16)
-        pages = [
-            [mine[:n] for mine, n in zip(heads, counts, strict=True)]
-            for heads, counts in zip(pages_of_splits, blocks, strict=True)
-        ]
-        before = replace(placement, pages=pages, grown_from=before)
-        own.put(index, before)
+    put_growing(own, splits, budgets)
     params = replace(params, placements=own.parts()[0])
     blocks = torch.tensor([[7, 3, 11, 1, 9, 4], [2, 6, 5, 0, 0, 0]], dtype=torch.int32)
     index, grown_at = torch.zeros(2, dtype=torch.int32), torch.zeros(2).long()
@@ -506,6 +497,19 @@ def decode_growing(kernel, read, merge, quantized):
         outputs.append(output)
     held = [7, 3, 11, 1, 9, 4, 2, 6, 5]
     return torch.stack(outputs), torch.stack([pages.births[held] for pages in layers])
+
+
+def put_growing(table, splits, budgets):
+    """Placements at 1, 2 .. of blocks by layer and head, each grown from the last."""
+    lent, before = lend_by_budget(splits, budgets), None
+    for index, (blocks, budget) in enumerate(zip(splits, budgets, strict=True), 1):
+        placement = Placement.of_blocks(blocks, budget, H2OConfig(sinks=4), 16)
+        pages = [
+            [mine[:n] for mine, n in zip(heads, counts, strict=True)]
+            for heads, counts in zip(lent, blocks, strict=True)
+        ]
+        before = replace(placement, pages=pages, grown_from=before)
+        table.put(index, before)
 
 
 def part_in_place(kernel, pages, blocks, index, params):

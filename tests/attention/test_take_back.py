@@ -14,6 +14,7 @@ from tests.attention.test_decode import (
     pages_of,
     params_of,
     part_in_place,
+    put_growing,
     threads,
 )
 from vllm_h2o.attention.ops import (
@@ -27,8 +28,6 @@ from vllm_h2o.attention.ops import (
 )
 from vllm_h2o.attention.ops.resident import Resident, scales_of
 from vllm_h2o.attention.placements import PlacementTable
-from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.placement import Placement, lend_by_budget
 
 GROUP, NUM_KV_HEADS, HEAD_SIZE = 3, 3, 64
 KERNELS = [pytest.param(reference, 1, id="reference")]
@@ -237,9 +236,7 @@ def test_other_types(kernel, number, dtype):
 def test_budgets_by_head_that_grow(kernel, number, quantized):
     """In pages of other layers; steps begin where heads part and budgets grow."""
     splits = [[[2, 5, 1], [5, 1, 3], [2, 3, 5]], [[3, 6, 1], [6, 3, 5], [3, 3, 6]]]
-    budgets, config = [3, 4], H2OConfig(sinks=4)
-    lent = lend_by_budget(splits, budgets)
-    sides = []
+    budgets, sides = [3, 4], []
     for _ in range(2):
         params = params_of(mean=True)
         side = Side(kernel, params, torch.float32, quantized, (0,))
@@ -249,15 +246,7 @@ def test_budgets_by_head_that_grow(kernel, number, quantized):
         own = PlacementTable(
             [side.pages, *others], params.layout, most_blocks=[6] * 3, capacity=3
         )
-        before = None
-        for index, (blocks, budget) in enumerate(zip(splits, budgets, strict=True), 1):
-            placement = Placement.of_blocks(blocks, budget, config, 16)
-            pages = [
-                [mine[:n] for mine, n in zip(heads, counts, strict=True)]
-                for heads, counts in zip(lent, blocks, strict=True)
-            ]
-            before = replace(placement, pages=pages, grown_from=before)
-            own.put(index, before)
+        put_growing(own, splits, budgets)
         side.params = replace(params, placements=own.parts()[0])
         side.blocks = torch.tensor([[7, 3, 11, 1]], dtype=torch.int32)
         sides.append(side)

@@ -47,7 +47,7 @@ def check_drafts(pages, rows, params, tokens, counts, refused, others=()):
         others: Pages that the layer borrows from.
 
     Returns:
-        What each row and KV head has lost by its last draft but those refused.
+        `DraftLog.losers` of all drafts.
     """
     query, key, value = tokens
     all_pages = [pages, *others]

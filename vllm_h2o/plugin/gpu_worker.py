@@ -59,10 +59,11 @@ class H2OGPUWorker(H2OWorker, Worker):
         if self.cache_config.kv_cache_memory_bytes:
             return available
         specs = self.get_kv_cache_spec()
-        scratch = scratch_bytes(self.vllm_config, specs, most_blocks(specs, available))
+        num_blocks = most_blocks(specs, available)
+        scratch = scratch_bytes(self.vllm_config, specs, num_blocks)
         assert self._resolved is not None
         scratch += table_bytes(specs, self._resolved)
-        scratch += log_bytes(self.vllm_config, specs, most_blocks(specs, available))
+        scratch += log_bytes(self.vllm_config, specs, num_blocks)
         logger.info_once(
             "H2O's decode steps take %s GiB beside the KV cache, for up to %d rows "
             "(--max-num-seqs)",
@@ -150,7 +151,7 @@ def scratch_bytes(
         specs: Of all layers.
         num_blocks: Of the pool.
     """
-    from vllm_h2o.attention.ops.triton import DecodeScratch, slots_with_logits
+    from vllm_h2o.attention.ops.triton import DecodeScratch
 
     ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
     if not ours:
@@ -158,7 +159,6 @@ def scratch_bytes(
     spec, budget = ours[0], ours[0].layout.budget
     max_rows = vllm_config.scheduler_config.max_num_seqs
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    pool = num_blocks * spec.block_slots
     return DecodeScratch.bytes_of(
         max_rows,
         model.get_num_attention_heads(parallel),
@@ -166,10 +166,21 @@ def scratch_bytes(
         spec.head_size,
         budget,
         spec.largest_budget,
-        slots_with_logits(max_rows, spec.most_slots, pool, spec.most_slots_per_token),
+        _logit_slots(vllm_config, spec, num_blocks),
         current_platform.device_type,
         spec.dense_budget,
     )
+
+
+def _logit_slots(
+    vllm_config: VllmConfig, spec: H2OAttentionSpec, num_blocks: int
+) -> int:
+    """Slots of rows that score, over KV heads, in a pool of so many blocks."""
+    from vllm_h2o.attention.ops.triton import slots_with_logits
+
+    max_rows = vllm_config.scheduler_config.max_num_seqs
+    pool = num_blocks * spec.block_slots
+    return slots_with_logits(max_rows, spec.most_slots, pool, spec.most_slots_per_token)
 
 
 def log_bytes(
@@ -182,17 +193,12 @@ def log_bytes(
         specs: Of all layers.
         num_blocks: Of the pool.
     """
-    from vllm_h2o.attention.ops.triton import slots_with_logits
-
     most_drafts = vllm_config.num_speculative_tokens
     max_rows = vllm_config.scheduler_config.max_num_seqs
     num_bytes = 0
     for spec in specs.values():
         if most_drafts and isinstance(spec, H2OAttentionSpec):
-            pool = num_blocks * spec.block_slots
-            slots = slots_with_logits(
-                max_rows, spec.most_slots, pool, spec.most_slots_per_token
-            )
+            slots = _logit_slots(vllm_config, spec, num_blocks)
             item = 1 if spec.h2o.quantizes else spec.dtype.itemsize
             lost = 2 * spec.head_size * item + 4 * (2 + NUM_SCALES)
             num_bytes += 4 * slots + max_rows * spec.num_kv_heads * lost

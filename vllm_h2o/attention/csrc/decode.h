@@ -586,9 +586,12 @@ static void FN(step)(const h2o_decode_args *a, int64_t row, int64_t head,
             continue;
         }
         const h2o_slots r = h2o_slots_of(a, row, head, draft);
+        if (!a->log_losers || !draft || !H2O_SCORES(&r)) {
+            FN(decode_token)(a, &r, token, NULL, scratch);
+            continue;
+        }
         const FN(draft_log) log = FN(log_of)(a, row, draft, head);
-        const int logs = a->log_losers && draft && H2O_SCORES(&r);
-        FN(decode_token)(a, &r, token, logs ? &log : NULL, scratch);
+        FN(decode_token)(a, &r, token, &log, scratch);
     }
 }
 

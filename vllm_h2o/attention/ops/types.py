@@ -137,7 +137,7 @@ class DraftLog:
     def by_row(
         cls, pages: Pages, params: LayerParams, num_rows: int, most_drafts: int
     ) -> DraftLog:
-        """The same, with room for the attention of as many slots as rows may have."""
+        """An empty log whose attention has room for each row's largest budget."""
         size = num_rows, most_drafts, pages.keys.shape[1], params.largest_budget
         floats = torch.empty(size, device=pages.keys.device)
         return cls.of(pages, num_rows, most_drafts, floats)
