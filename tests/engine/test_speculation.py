@@ -52,6 +52,21 @@ def test_engine_equals_reference(tmp_path, monkeypatch):
             llm.collective_rpc("probe_set_policy", args=(settings_of(variant),))
             assert_equal_densely(llm, prompts, expected[variant])
         assert min(drafts.values()) > 100
+        assert_ends_at_a_stop_token(llm, prompts, expected[variant])
+
+
+def assert_ends_at_a_stop_token(llm, prompts, expected):
+    """Also where drafts behind it have been accepted."""
+    count = len(expected[0].tokens)
+    for at in range(count // 2, count // 2 + 4):
+        stops = [result.tokens[at] for result in expected]
+        parameters = [greedy(count, stop_token_ids=[stop]) for stop in stops]
+        wanted = [
+            result.tokens[: result.tokens.index(stop) + 1]
+            for result, stop in zip(expected, stops, strict=True)
+        ]
+        assert answers(llm, prompts, parameters) == wanted
+        assert_pool_whole(llm)
 
 
 OPTIONS = {
@@ -96,6 +111,30 @@ def test_answers_are_those_without_drafts(tmp_path, monkeypatch, name, size):
     with engine(folder, **options) as llm:
         drafts = count_drafts(llm)
         assert observed(llm, prompts, parameters) == (expected, counted)
+        assert min(drafts.values()) > 50
+
+
+@pytest.mark.slow
+def test_a_budget_that_holds_all_gives_stock_tokens():
+    """With the same speculation: greedy, some requests could outgrow it, others not."""
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    options = {
+        "speculative_config": ngrams,
+        "distributed_executor_backend": "mp",
+        "async_scheduling": False,
+        "worker_extension_cls": "",
+    }
+    prompts = [text + text[:80] for text in prompts_of(190, 480, 33, 700)]
+    with engine(**options) as llm:
+        expected = answers(llm, prompts, greedy(100))
+    with engine(enable_h2o=True, h2o_budget=1024, **options) as llm:
+        drafts = count_drafts(llm)
+        assert answers(llm, prompts, greedy(100)) == expected
+        last = [greedy(1300, stop_token_ids=[tokens[-1]]) for tokens in expected]
+        ends = [tokens[: tokens.index(tokens[-1]) + 1] for tokens in expected]
+        assert answers(llm, prompts, last) == ends
+        counted = scheduler(llm).h2o_stats
+        assert counted.transitions == len(prompts) and counted.tokens_evicted == 0
         assert min(drafts.values()) > 50
 
 

@@ -27,6 +27,9 @@ HARNESS: dict[str, str] = {
     "test_hisparse_capacity_query_does_not_require_hot_blocks": (
         "asks a manager of a request that it was not told of"
     ),
+    "test_cow_retentions_deferred_until_copy_step_processed": (
+        "takes blocks from the pool that no request holds, and copies them by hand"
+    ),
 }
 """With any budget: what tests do that no engine does."""
 

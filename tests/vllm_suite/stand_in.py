@@ -1,7 +1,8 @@
 """pytest plugin for vLLM's own tests: H2O's scheduler and options in stock's place.
 
 It is loaded beside vLLM's `tests` package, whose name ours has too, so that it imports
-nothing from here. What H2O refuses (speculation, connectors, pooling ..) stays stock's.
+nothing from here. What H2O refuses (drafters with layers of their own, connectors,
+pooling ..) stays stock's.
 After every step each block of the pool has to be free or owned as counted.
 
 Environment:
@@ -61,13 +62,15 @@ def with_h2o(config: KVCacheConfig, max_model_len: int) -> KVCacheConfig | None:
 def is_refused(config: Any, stock: type[Scheduler]) -> bool:
     """Whether H2O's front door would have refused what a stock scheduler gets."""
     in_pipeline = config.parallel_config.pipeline_parallel_size > 1
+    drafted = config.speculative_config
+    overlaps = issubclass(stock, AsyncScheduler)
     return (
-        config.speculative_config is not None
+        (drafted is not None and (drafted.method != "ngram" or overlaps))
         or config.kv_transfer_config is not None
         or config.diffusion_config is not None
         or config.model_config.is_encoder_decoder
         or config.model_config.runner_type == "pooling"
-        or (in_pipeline and not issubclass(stock, AsyncScheduler))
+        or (in_pipeline and not overlaps)
     )
 
 
