@@ -63,7 +63,7 @@ def test_the_tables_have_the_defaults_and_the_presets():
         if option.metadata:
             flag = f"--h2o-{option.name.replace('_', '-')}"
             (shown,) = re.findall(
-                rf"^\| `{flag}` \|[^|]*\|([^|]*)\|", text, re.MULTILINE
+                rf"^\| `{flag}` \|[^|\n]*\|([^|\n]*)\|", text, re.MULTILINE
             )
             assert shown.strip(" `") == str(option.default), flag
     for name, preset in PRESETS.items():

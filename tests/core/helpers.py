@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import random
+import tempfile
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -30,8 +34,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.models import SMOLLM2
 from vllm_h2o.core.integrity import check_integrity
+from vllm_h2o.core.kept_files import METADATA
 from vllm_h2o.core.manager import H2OManager
-from vllm_h2o.core.plan import NUM_COUNTS, ResidencyPlan
+from vllm_h2o.core.metrics import FAILED_ATTRIBUTE
+from vllm_h2o.core.plan import NUM_COUNTS, Load, ResidencyPlan, Save
 from vllm_h2o.core.scheduler import H2OScheduler
 from vllm_h2o.core.settings import CONFIG_KEY, h2o_config
 from vllm_h2o.core.spec import H2OAttentionSpec
@@ -57,6 +63,7 @@ def config_of(
     keep: str = "none",
     depth: int = 1,
     drafts: int = 0,
+    files: bool = False,
 ) -> Any:
     """An engine config with H2O on; for `beside` see `spec_beside`, for the others
     `Driver`."""
@@ -161,6 +168,7 @@ class Driver:
         keep: str = "none",
         depth: int = 1,
         drafts: int = 0,
+        files: bool = False,
     ) -> None:
         """Make the scheduler.
 
@@ -172,11 +180,20 @@ class Driver:
             log_stats: Whether metrics are counted.
             depth: Steps in flight, at most.
             drafts: Of a request in a step, at most.
+            files: Whether what is kept goes to files too, of which some are not
+                written, and some fail.
         """
         config = config_of(
             window, budget, chunk, policy, resident, beside, prefill_chunk, keep, depth,
-            drafts,
+            drafts, files,
         )  # fmt: skip
+        self.folder = tempfile.TemporaryDirectory(prefix="h2o_kept_")
+        self.files: dict[str, tuple[str, int, int]] = {}
+        """Whose those are, by their stems: of how many tokens and blocks."""
+        self.loads = self.failed = 0
+        if files:
+            options = config.additional_config[CONFIG_KEY]
+            options |= {"keep_folder": self.folder.name, "keep_size": 1.0}
         self.drafts, self.draw = drafts, random.Random(drafts)
         self.refused = self.accepted = 0
         self.depth = depth
@@ -345,6 +362,9 @@ class Driver:
             self.ends[name] -= drafts - stay
         index = {name: i for i, name in enumerate(names)}
         result = ModelRunnerOutput(names, index, sampled)
+        failing = [x for x in output.h2o_plan.loads if self.draw.random() < 0.3]
+        self.failed += len(failing)
+        setattr(result, FAILED_ATTRIBUTE, failing)
         said = self.scheduler.update_from_output(output, result)
         if self.drafts:
             drafted = [[7] * self.draw.randint(0, self.drafts) for _ in names]
@@ -450,7 +470,12 @@ class Driver:
                 copies = [
                     x for x in output.h2o_plan.copies if x[1] in self._residents(name)
                 ]
-                if copies:
+                loads = [x for x in output.h2o_plan.loads if x.request_id == name]
+                if loads:
+                    (load,) = loads
+                    assert load.blocks == self._residents(name)
+                    self._note_going_on_from_file(request, row, load)
+                elif copies:
                     self._note_going_on(request, row, copies)
                 else:
                     budget = self.budget_of(request)
@@ -583,6 +608,26 @@ class Driver:
             assert gone or ended in self.finished or is_session
             assert self.ends[ended] == start and copied_at == 0
         assert keeps != "none"
+        self._note_start(request, row, ended, len(copies))
+
+    def _note_going_on_from_file(
+        self, request: Request, row: RowPlan, load: Load
+    ) -> None:
+        """The same of what is in a file."""
+        assert wishes_of(request)["continue"]
+        (path,) = map(Path, load.paths)
+        ended, num_tokens, num_blocks = self.files[path.name.partition("-0of1")[0]]
+        assert num_tokens == row.num_computed_tokens
+        assert num_blocks <= len(load.blocks)
+        assert self._kept(self.requests[ended]) != "none"
+        self.loads += 1
+        self._note_start(request, row, ended, num_blocks)
+
+    def _note_start(
+        self, request: Request, row: RowPlan, ended: str, num_blocks: int
+    ) -> None:
+        """What a request goes on from is of its own first tokens."""
+        name, start = request.request_id, row.num_computed_tokens
         tokens = self.requests[ended].all_token_ids[:start]
         assert request.all_token_ids[:start] == tokens and start < request.num_tokens
         assert self.requests[ended].cache_salt == request.cache_salt
@@ -592,7 +637,7 @@ class Driver:
             assert self.share_of(request) == self.share_of(self.requests[ended])
             self.steps[name], self.grown_at[name] = self.stood_at[ended, start]
             budget = self.ladder.budgets[self.steps[name]] * self.slots
-        assert len(copies) == budget // self.slots
+        assert num_blocks == budget // self.slots
         asked = wishes_of(request).get("prefill_chunk", self.prefill_chunk)
         rest = -(-(request.num_tokens - start) // BLOCK_SIZE) * BLOCK_SIZE
         least = -(-max(asked, 2 * row.budget) // BLOCK_SIZE) * BLOCK_SIZE
@@ -601,6 +646,8 @@ class Driver:
     def _run(self, output: Any) -> None:
         """What the worker will do to blocks, in the order of the steps."""
         plan = output.h2o_plan
+        for save in plan.saves:
+            self._write(save)
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         mine = {block for name in plan.rows for block in self._residents(name)}
         copied = {}
@@ -620,6 +667,20 @@ class Driver:
                 self.contents[block.block_id] = name, -1, 0
             for column, block_id in enumerate(self._residents(name)):
                 self.contents[block_id] = name, column, 0
+
+    def _write(self, save: Save) -> None:
+        """Write a file of what is in blocks before anything else is, or fail to."""
+        held = [self.contents[block] for block in save.blocks]
+        name, _, copied_at = held[0]
+        assert held == [(name, column, copied_at) for column in range(len(held))]
+        assert copied_at in (0, self.ends[name])
+        num_tokens = json.loads(save.about)["tokens"]
+        assert num_tokens == self.ends[name]
+        self.files[Path(save.stem).name] = name, num_tokens, len(held)
+        if self.draw.random() < 0.9:
+            path = f"{save.stem}-0of1-{64 * '0'}.safetensors"
+            about = {METADATA: save.about}
+            save_file({"layer": torch.zeros(1)}, path, about)
 
     def _check_growth(
         self, name: str, end: int, row: RowPlan, share: float | None

@@ -197,12 +197,16 @@ def test_a_prompt_of_which_one_token_is_asked_is_kept():
         {"budget": 64, "resident": "int8"},
         {"budget": 32, "keep": "prompt"},
         {"budget": "50%", "keep": "prompt", "num_blocks": 64},
+        {"budget": 32, "files": True},
+        {"budget": "50%", "keep": "prompt", "files": True},
     ],
 )
 def test_conversations_in_any_order(options):
-    """Turns, other turns of the same, strangers, aborts and preemptions, two steps in
-    flight, in a pool that holds a few conversations."""
-    draw = random.Random(6)
+    """Turns, other turns of the same, strangers, aborts and preemptions, steps in
+    flight, in a pool that holds a few conversations; files that fail."""
+    draw, depth = random.Random(6), 2
+    if "files" in options:
+        depth = 3  # steps are in flight behind one whose file is damaged
     driver = Driver(**{"num_blocks": SMALL_POOL, "chunk": 48, "keep": "end"} | options)
     told, gone_on = [list(range(1, 60))], 0
     for _ in range(800):
@@ -212,10 +216,10 @@ def test_conversations_in_any_order(options):
             more = [draw.randrange(9)] * draw.choice([1, 5, 20, 60])
             tokens = (turn + more)[: MAX_MODEL_LEN - 20]
             driver.add(tokens, draw.choice([1, 4, 20]), **asked)
-        if len(driver.in_flight) < 2:
+        if len(driver.in_flight) < depth:
             plan = driver.schedule().h2o_plan
             gone_on += len(plan.copies) > 0
-        for _ in range(draw.randrange(2) + len(driver.in_flight) // 2):
+        for _ in range(draw.randrange(2) + len(driver.in_flight) // depth):
             if driver.in_flight:
                 driver.process()
         if draw.random() < 0.02 and driver.running():
@@ -227,6 +231,32 @@ def test_conversations_in_any_order(options):
     driver.drain()
     driver.assert_pool_whole()
     assert gone_on > 2
+    if "files" in options:
+        assert driver.loads > driver.failed > 0
+
+
+@pytest.mark.rule("R27")
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_comes_of_a_damaged_file_is_not_kept(fails):
+    """The step behind the one that reads it is scheduled before that is known."""
+    driver = Driver(64, budget=64, chunk=200, keep="prompt", files=True, depth=3)
+    driver.draw.random = lambda: 0.5
+    turn = kept_turn(driver)[:100] + [5] * 30
+    driver.manager.block_pool.reset_prefix_cache()
+    name = driver.add(turn, 10, report=True, **{"continue": True})
+    assert driver.schedule().h2o_plan.loads
+    assert driver.schedule().h2o_plan.copies, "its prompt is kept"
+    driver.draw.random = lambda: 0.0 if fails else 0.5
+    driver.process()
+    assert driver.failed == fails
+    driver.draw.random = lambda: 0.5
+    kept = driver.scheduler._continuing._snapshots
+    request = driver.requests[name]
+    climb = driver.scheduler._limits.climb(None, 130, 140)
+    assert bool(kept.longest(request, 130, climb)) != fails
+    driver.drain()
+    assert driver.reports[name]["tokens_continued"] == (0 if fails else 100)
+    driver.assert_pool_whole()
 
 
 def test_the_same_once_more_takes_the_place_of_what_is_kept():

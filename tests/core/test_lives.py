@@ -1,5 +1,7 @@
 """Random lives of requests; the pool adds up after every step."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.engine import FinishReason
 
-from tests.core.helpers import BLOCK_SIZE, SMALL_POOL, Driver
+from tests.core.helpers import BLOCK_SIZE, MAX_MODEL_LEN, SMALL_POOL, Driver
 
 
 class Lives(RuleBasedStateMachine):
@@ -26,6 +28,7 @@ class Lives(RuleBasedStateMachine):
     prefill_chunk = 0
     keep = "none"
     drafts = 0
+    files = False
     wishes = st.sampled_from(
         [{}, {"policy": "full"}, {"observation_window": 5}, {"policy": "h2o"}]
         + [{"observation_window": "all"}, {}]
@@ -52,6 +55,7 @@ class Lives(RuleBasedStateMachine):
             keep=self.keep,
             depth=self.max_in_flight,
             drafts=self.drafts,
+            files=self.files,
         )
         self.alive: list[str] = []
         self.refused: list[str] = []
@@ -183,6 +187,48 @@ class KeptLives(AsyncLives):
     )
 
 
+class FiledLives(KeptLives):
+    """That is written to files too, of which some fail or go."""
+
+    files = True
+    prefill_chunk = 64
+    wishes = st.sampled_from(
+        [{}, {"keep": "prompt"}, {"budget": 32}, {"continue": True}]
+        + [{"continue": True, "keep": "prompt"}, {"keep": "none"}]
+    )
+
+    @rule(
+        which=st.integers(0, 99),
+        more=st.integers(1, 60),
+        max_tokens=st.integers(1, 20),
+        data=st.data(),
+    )
+    def next_turn(self, which, more, max_tokens, data):
+        ended = [name for name in self.alive if name in self.driver.finished]
+        assume(ended)
+        before = self.driver.requests[ended[which % len(ended)]]
+        turn = [*before.all_token_ids, *[9] * more]
+        assume(len(turn) + max_tokens < MAX_MODEL_LEN)
+        wishes = data.draw(self.wishes) | {"continue": True}
+        self.alive.append(self.driver.add(turn, max_tokens, **wishes))
+
+    @rule(which=st.integers(0, 99))
+    def remove(self, which):
+        files = sorted(Path(self.driver.folder.name).rglob("*.safetensors"))
+        assume(files)
+        file = files[which % len(files)]
+        if which % 2:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[: which - 1])
+
+    @rule(which=st.integers(0, 9))
+    def preempt(self, which):
+        """Rarely: it begins an epoch, whose requests find no file."""
+        if not which:
+            super().preempt()
+
+
 class DraftedLives(Lives):
     """vLLM speculates."""
 
@@ -211,6 +257,7 @@ class DraftedChunkedLives(ChunkedLives):
         ChunkedHybridLives,
         ChunkedStateLives,
         KeptLives,
+        FiledLives,
         DraftedLives,
         DraftedChunkedLives,
     ],

@@ -58,6 +58,9 @@ MODEL = str(SMOLLM2)
         ("observation_window", "101%", "'20%'"),
         ("prefill_chunk", -1, "from 0 to 2147483648"),
         ("keep", "all", "none, end, prompt"),
+        ("keep_folder", 3, "the path of a folder"),
+        ("keep_size", 0, "a number from"),
+        ("keep_size", float("nan"), "a number from"),
         ("prefill_chunk", 2.5, "whole number"),
         ("read", "0%", "'20%'"),
         ("read", 20, "'20%'"),
@@ -390,6 +393,50 @@ def test_what_does_not_go_on_is_not_kept(model_of):
     shape = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
     hybrid = model_of("Lfm2ForCausalLM", **shape) | {"h2o_keep": "end"}
     refused(hybrid, "--h2o-keep='end'", "a window or a state of their own: use 'none'")
+
+
+def test_attention_of_images_read_both_ways_is_refused(model_of):
+    """It was scored as if it were causal. What `auto` comes to the worker knows."""
+    options = model_of("LlamaForCausalLM", **LLAMA)
+    for given, holds in (
+        ({"h2o_prompt_score": "attention"}, True),
+        ({"h2o_score": "sum"}, True),
+        ({}, False),
+        ({"h2o_recent_ratio": 1.0}, False),
+    ):
+        config = resolved(options | given)
+        config.model_config.is_mm_prefix_lm = True
+        if not holds:
+            check_vllm_config(config)
+            continue
+        with pytest.raises(ValueError, match="-score='attention': this.*use 'gate'"):
+            check_vllm_config(config)
+
+
+def test_a_folder_for_what_is_kept(model_of, tmp_path):
+    """Private, there, with room; and tokens need a hash that all processes have."""
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    options = model_of("LlamaForCausalLM", **LLAMA)
+    options |= {"h2o_keep": "end", "h2o_keep_size": 0.01}
+    for folder in (own, tmp_path / "new"):
+        check_vllm_config(resolved(options | {"h2o_keep_folder": str(folder)}))
+    assert not (tmp_path / "new").exists()
+    tmp_path.chmod(0o755)
+    named = {"h2o_keep_folder": str(own)}
+    for given, said in (
+        ({"h2o_keep_folder": "kept"}, "'kept': use an absolute path"),
+        ({"h2o_keep_folder": str(tmp_path / "no" / "such")}, "is no folder: make it"),
+        ({"h2o_keep_folder": str(tmp_path)}, "others may use it.*chmod 700 "),
+        (named | {"h2o_keep_size": 2.0**19}, "it has room for .* GiB, and --h2o-keep-"),
+        (named | {"h2o_keep": "none"}, "needs h2o_keep='end' or 'prompt'"),
+    ):
+        with pytest.raises(ValueError, match=f"h2o_keep_folder.*{said}"):
+            resolved(options | given)
+    config = resolved(options | named)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    with pytest.raises(ValueError, match="h2o_keep_folder.*'xxhash', which differs"):
+        check_vllm_config(config)
 
 
 MOVING = {"h2o_positions": "cache", "h2o_prefill_chunk": 96, "max_model_len": 8192}

@@ -26,6 +26,8 @@ SAMPLES = {
     "resident_dtype": ("auto", "model", "int8"),
     "prefill_chunk": (0, 512),
     "keep": ("none", "end", "prompt"),
+    "keep_folder": ("", "/dev/shm/h2o"),
+    "keep_size": (16.0, 2.0),
     "positions": ("text", "cache"),
     "eviction_unit": ("token", "block"),
     "head_budgets": ("uniform", "auto", "measure", "request", "heads.json"),

@@ -267,7 +267,7 @@ def clear_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
         kv_cache: See `Pages.view`.
         block_ids: `[n]` int64, on its device, of blocks that nobody reads.
     """
-    _whole_blocks(kv_cache).index_fill_(0, block_ids, 0)
+    whole_blocks(kv_cache).index_fill_(0, block_ids, 0)
 
 
 def copy_blocks(
@@ -280,11 +280,11 @@ def copy_blocks(
         sources: `[n]` int64 block ids, on its device.
         targets: The same, each once.
     """
-    blocks = _whole_blocks(kv_cache)
+    blocks = whole_blocks(kv_cache)
     blocks.index_copy_(0, targets, blocks[sources])
 
 
-def _whole_blocks(kv_cache: torch.Tensor) -> torch.Tensor:
+def whole_blocks(kv_cache: torch.Tensor) -> torch.Tensor:
     """`[num_blocks, n]` int32, what blocks of a cache have with our state."""
     num_blocks, item = len(kv_cache), kv_cache.element_size()
     stride = kv_cache.stride(0) * item // 4

@@ -1,4 +1,4 @@
-"""What the tensor-parallel ranks of a model tell each other while it is measured."""
+"""What the tensor-parallel ranks of a model tell each other."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def of_first_rank(mine: Any) -> Any:
     """What the first tensor-parallel rank has, so that all decide alike."""
     group = get_tp_group()
     return mine if group.world_size == 1 else group.broadcast_object(mine, src=0)
+
+
+def on_all_ranks(mine: list[bool]) -> list[bool]:
+    """What holds on all tensor-parallel ranks, of as many statements."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return mine
+    held = torch.tensor(mine, dtype=torch.int32)
+    op = torch.distributed.ReduceOp.MIN
+    torch.distributed.all_reduce(held, op, group=group.cpu_group)
+    return held.bool().tolist()
 
 
 def of_all_ranks(mine: torch.Tensor, dim: int, num_kv_heads: int) -> torch.Tensor:

@@ -72,10 +72,14 @@ class Resolved:
             return repr(self.config.head_budgets)
         return str(self.file or self.profile.measured_on)
 
-    def specs(self, specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    def specs(
+        self, specs: dict[str, KVCacheSpec], fingerprint: str
+    ) -> dict[str, KVCacheSpec]:
         """The layers' specs, which tell the scheduler and the builders of it."""
         ours = {x for x in specs.values() if type(x) is H2OAttentionSpec}
-        resolved = {spec: self.spec(spec) for spec in ours}
+        resolved = {
+            spec: replace(self.spec(spec), fingerprint=fingerprint) for spec in ours
+        }
         return {
             name: resolved[spec] if type(spec) is H2OAttentionSpec else spec
             for name, spec in specs.items()
@@ -141,6 +145,15 @@ def _chosen(
     if config.prompt_score == AUTO:
         why = _why_by_attention(model, config, profile)
         rules = [ATTENTION] if why else [GATE, ATTENTION]
+        if _needs_gate(model, config):
+            if why:
+                raise ValueError(
+                    "H2O does not support h2o_prompt_score (--h2o-prompt-score) "
+                    f"{ATTENTION!r} on a model that reads images in both directions, "
+                    f"and {why}: use h2o_prompt_score={GATE!r} with "
+                    f"h2o_head_budgets={MEASURE!r}, or --language-model-only"
+                )
+            rules = [GATE]
     heads = [False]
     if profile is not None:
         heads = [True, False] if config.head_budgets in (AUTO, MEASURE) else [True]
@@ -155,6 +168,16 @@ def _chosen(
         told = f"regrets on texts left out are {told}"
         why = f"{why}; {told}" if why else told
     return chosen, f"{chosen.name}: {why}" if why else ""
+
+
+def _needs_gate(model: LoadedModel, config: H2OConfig) -> bool:
+    """Whether prompts can not go by attention.
+
+    Its queries are scored as if each saw none of the tokens behind it.
+    """
+    vllm_config = model.vllm_config
+    both_ways = vllm_config.model_config.is_mm_prefix_lm and config.keeps_heavy_set
+    return both_ways and not holds_longest(vllm_config, config)
 
 
 def _share(model: LoadedModel, config: H2OConfig) -> float:

@@ -13,8 +13,10 @@ from vllm_h2o.policy.options import END, NONE, PROMPT
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from vllm_h2o.core.kept_files import KeptFiles
     from vllm_h2o.core.manager import H2OManager
-    from vllm_h2o.core.plan import ResidencyPlan
+    from vllm_h2o.core.plan import Load, ResidencyPlan, Save
+    from vllm_h2o.core.snapshots import Snapshot
     from vllm_h2o.core.stats import H2OStats
     from vllm_h2o.policy.ladder import Climb
 
@@ -28,8 +30,9 @@ class Continuing:
         stats: H2OStats,
         hash_block_size: int,
         runs_ahead: bool,
+        files: KeptFiles | None = None,
     ) -> None:
-        """Begin with no snapshot.
+        """Begin with no snapshot in the pool.
 
         Args:
             manager: Of the one group of layers.
@@ -37,11 +40,15 @@ class Continuing:
             hash_block_size: Tokens of a block as vLLM hashes them.
             runs_ahead: Whether a step may have computed tokens behind the last one of
                 a turn: a step is scheduled before the last has ended, or has drafts.
+            files: A second place for snapshots.
         """
         self._manager, self._stats, self._runs_ahead = manager, stats, runs_ahead
-        self._snapshots = Snapshots(hash_block_size)
+        self._snapshots, self._files = Snapshots(hash_block_size), files
         self._just_kept: list[str] = []
         self._ran_on: set[str] = set()
+        self._saves: list[Save] = []
+        self._loading: set[str] = set()
+        self._derived: dict[str, list[Snapshot]] = {}
 
     def hit(
         self, request: Request, climb: Climb, num_hits: int, most_hit: int | None
@@ -64,7 +71,11 @@ class Continuing:
             return 0
         last = request.num_tokens - 1
         most = last if most_hit is None else min(last, most_hit)
-        snapshot = self._snapshots.longest(request, most, climb)
+        found = [self._snapshots.longest(request, most, climb)]
+        if self._files:
+            found.append(self._files.longest(request, most, climb))
+        # Of equally long ones that in the pool.
+        snapshot = max(filter(None, found), key=_length, default=None)
         if snapshot is None or snapshot.num_tokens <= num_hits:
             return 0
         self._manager.go_on(request.request_id, snapshot)
@@ -79,6 +90,7 @@ class Continuing:
         # With the tokens of steps in flight, of which the last may not be known.
         unknown = ran_on or computed > request.num_tokens
         failed = request.status == RequestStatus.FINISHED_ERROR
+        unknown |= name in self._loading
         if unknown or failed or not is_known_by_tokens(request):
             return
         if not manager.is_resident(name):
@@ -92,6 +104,7 @@ class Continuing:
             self._snapshots.keep(request, snapshot)
             self._stats.kept_requests += 1
             self._just_kept.append(name)
+            self._save(request, snapshot)
 
     def keep_prompts(self, plan: ResidencyPlan, requests: dict[str, Request]) -> None:
         """Keep what requests hold whose prompts have been read by the last step."""
@@ -105,16 +118,70 @@ class Continuing:
             held = manager.snapshot(request.request_id, end)
             if held is None:
                 continue
+            self._save(request, held)
             if known := self._snapshots.same(request, end, held.climb):
                 pool.touch(known.blocks)  # another sample, or the same prompt once more
                 ours.append(known)
             elif copy := manager.copy_of(held):
                 self._snapshots.keep(request, copy)
+                if request.request_id in self._loading:
+                    self._derived.setdefault(request.request_id, []).append(copy)
                 ours.append(copy)
                 self._stats.kept_requests += 1
         # From now on they may be given away, but not to each other.
         for snapshot in ours:
             pool.free_blocks(reversed(snapshot.blocks))
+
+    def _save(self, request: Request, held: Snapshot) -> None:
+        """Have what a request holds written to a file too, if there is a place for it.
+
+        Not with an adapter: its name may get other weights.
+        """
+        if self._files is None or request.lora_request is not None:
+            return
+        held = self._manager.filled(held)
+        save = self._files.save(request, held)
+        if save is not None:
+            self._saves.append(save)
+            self._stats.saved_requests += 1
+
+    def take_saves(self) -> list[Save]:
+        """What is to be written to files before anything of the step is."""
+        saves, self._saves = self._saves, []
+        return saves
+
+    def note_loads(self, loads: list[Load]) -> None:
+        """Note what steps in flight read from files, which may be damaged."""
+        self._loading.update(load.request_id for load in loads)
+
+    def end_loads(self, loads: list[Load], failed: list[Load]) -> None:
+        """Take in how reading files went, of a step that has ended.
+
+        Args:
+            loads: All of the step's.
+            failed: Those whose files were not what they should be: nothing goes on from
+                these any more, nor from what was kept of their requests since.
+        """
+        for load in failed:
+            assert self._files is not None
+            self._files.drop(load.paths)
+            self._stats.failed_loads += 1
+            for snapshot in self._derived.get(load.request_id, ()):
+                for block in snapshot.blocks:
+                    block.reset_hash()
+        for load in loads:
+            self._loading.discard(load.request_id)
+            self._derived.pop(load.request_id, None)
+
+    def files(self) -> tuple[int, int]:
+        """Snapshots in files, and bytes of all files of their folder."""
+        return self._files.count() if self._files else (0, 0)
+
+    def forget(self) -> None:
+        """Let no request go on from what has been kept by now."""
+        self._saves.clear()
+        if self._files is not None:
+            self._files.forget()
 
     def _keeps_prompt(self, request: Request) -> bool:
         """Whether what is held of the prompt stays.
@@ -138,3 +205,7 @@ class Continuing:
         """Requests, or turns of sessions, that were kept since the last step."""
         kept, self._just_kept = self._just_kept, []
         return kept
+
+
+def _length(snapshot: Snapshot) -> int:
+    return snapshot.num_tokens

@@ -17,6 +17,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
 )
 
+from vllm_h2o.core.plan import Load
 from vllm_h2o.core.snapshots import Snapshot
 from vllm_h2o.policy.life import Blocks, Life, Terms
 
@@ -75,11 +76,12 @@ class H2OManager(FullAttentionManager):
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
         self.resident_blocks = 0
-        self.continued_tokens = 0
+        self.continued_tokens = self.loaded_requests = 0
         self.lives: dict[str, Life] = {}
         self._num_resident = self._num_dense = 0
-        self._sources: dict[str, list[KVCacheBlock]] = {}
+        self._sources: dict[str, Snapshot] = {}
         self._copies: list[tuple[int, int]] = []
+        self._loads: list[Load] = []
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -109,7 +111,7 @@ class H2OManager(FullAttentionManager):
         """
         life = self.lives[request_id]
         life.go_on(snapshot.num_tokens, snapshot.climb, snapshot.scored_from)
-        self._sources[request_id] = snapshot.blocks
+        self._sources[request_id] = snapshot
 
     def snapshot(self, request_id: str, num_tokens: int) -> Snapshot | None:
         """What a request holds that another can go on from, or nothing.
@@ -132,15 +134,19 @@ class H2OManager(FullAttentionManager):
 
         The step that is scheduled makes it, before anything is written.
         """
-        climb, pool, budget = held.climb, self.block_pool, held.climb.budget
-        if climb.grown_at == held.num_tokens:  # What it grows by is empty until then.
-            budget = climb.grown_from
-        blocks = held.blocks[: budget // self._block_slots]
+        pool, blocks = self.block_pool, self.filled(held).blocks
         if len(blocks) > pool.get_num_free_blocks():
             return None
         copy = pool.get_new_blocks(len(blocks))
         self._note_copies(blocks, copy)
         return held._replace(blocks=copy)
+
+    def filled(self, held: Snapshot) -> Snapshot:
+        """What a request holds, without blocks that nothing is in yet."""
+        climb, budget = held.climb, held.climb.budget
+        if climb.grown_at == held.num_tokens:  # What it grows by is empty until then.
+            budget = climb.grown_from
+        return held._replace(blocks=held.blocks[: budget // self._block_slots])
 
     def _note_copies(self, old: list[KVCacheBlock], new: list[KVCacheBlock]) -> None:
         pairs = zip(old, new, strict=True)
@@ -150,6 +156,11 @@ class H2OManager(FullAttentionManager):
         """Blocks to be copied before the step that is scheduled, from and to."""
         copies, self._copies = self._copies, []
         return copies
+
+    def take_loads(self) -> list[Load]:
+        """Files to be read before the step that is scheduled."""
+        loads, self._loads = self._loads, []
+        return loads
 
     def _missing(
         self, request_id: str, num_tokens: int, num_hit_blocks: int = 0
@@ -218,17 +229,25 @@ class H2OManager(FullAttentionManager):
             blocks.extend(islice(cycle(named), padding))
             blocks.extend(residents := self._new_blocks(resident))
             if request_id in self._sources:
-                self._copy(self._sources.pop(request_id), residents)
+                self._copy(request_id, self._sources.pop(request_id), residents)
                 self.continued_tokens += life.start
         self.served[request_id] = self.tokens_served(request_id)
         return blocks[start:]
 
-    def _copy(self, held: list[KVCacheBlock], mine: list[KVCacheBlock]) -> None:
+    def _copy(
+        self, request_id: str, snapshot: Snapshot, mine: list[KVCacheBlock]
+    ) -> None:
         """Let the step that is scheduled begin with a copy of what is kept.
 
         It may have just been given away: nothing is written to it before that.
         """
+        if snapshot.paths:
+            ids = [block.block_id for block in mine]
+            self._loads.append(Load(request_id, snapshot.paths, ids))
+            self.loaded_requests += 1
+            return
         # If the budget is larger than the snapshot's, the other blocks get no copy.
+        held = snapshot.blocks
         self._note_copies(held, mine[: len(held)])
         if all(block.block_hash is not None for block in held):
             # As after a hit of vLLM's, the last to be given away.

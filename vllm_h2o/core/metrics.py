@@ -35,6 +35,12 @@ class StepReport:
         freed_dense_blocks: Dense blocks released by transitions.
         kept_requests: Requests of which what they held at their end was kept.
         continued_tokens: Tokens not read, by requests that went on from that.
+        saved_requests: Of the requests of which something was kept those that were to
+            be written to a file.
+        loaded_requests: Requests that went on from a file.
+        failed_loads: Files that were not what they should be.
+        kept_files: Snapshots in files that requests can go on from, now.
+        kept_file_bytes: Of all files of the folder, now, about.
         dense_blocks: Blocks of the pool in use that are not resident ones, now.
         resident_blocks: Blocks of requests that are resident, now.
         resident: Requests that are, now.
@@ -49,6 +55,11 @@ class StepReport:
     freed_dense_blocks: int = 0
     kept_requests: int = 0
     continued_tokens: int = 0
+    saved_requests: int = 0
+    loaded_requests: int = 0
+    failed_loads: int = 0
+    kept_files: int = 0
+    kept_file_bytes: int = 0
     dense_blocks: int = 0
     resident_blocks: int = 0
     resident: int = 0
@@ -76,22 +87,29 @@ class StepReport:
         return cls(**values, finished=Counter(finished), took=took)
 
 
-def attach_seconds(output: Any, seconds: list[float]) -> Any:
-    """Hang what transitions took on what a worker returns of a step, now or later.
+SECONDS_ATTRIBUTE = "h2o_transition_seconds"
+"""Where what transitions took hangs, a list of seconds."""
+FAILED_ATTRIBUTE = "h2o_failed_loads"
+"""Where the loads of a step that failed hang, a list of `plan.Load`."""
+
+
+def attach(output: Any, attribute: str, values: list[Any]) -> Any:
+    """Hang something on what a worker returns of a step, now or later.
 
     Args:
         output: vLLM's `ModelRunnerOutput`, or what that is asked of when it is there.
-        seconds: Of each.
+        attribute: One of the above.
+        values: What hangs there then.
 
     Returns:
         The output to return: another one where it stands for any step's.
     """
     if hasattr(output, "get_output"):
         wait = output.get_output
-        output.get_output = lambda: attach_seconds(wait(), seconds)
+        output.get_output = lambda: attach(wait(), attribute, values)
         return output
     output = copy.copy(output)
-    output.h2o_transition_seconds = seconds
+    setattr(output, attribute, values)
     return output
 
 
@@ -106,15 +124,26 @@ class Reporter:
 
     def time(self, output: Any) -> None:
         """Note what transitions took, if that hangs on what a worker has returned."""
-        for seconds in getattr(output, "h2o_transition_seconds", ()):
+        for seconds in getattr(output, SECONDS_ATTRIBUTE, ()):
             self._took[round(1e6 * seconds)] += 1
 
     def finish(self, evicted: int, context: int) -> None:
         """Note a request that has finished, in tokens."""
         self._finished[evicted, context] += 1
 
-    def report(self, stats: H2OStats, managers: Sequence[H2OManager]) -> StepReport:
-        """What has happened since the last report, and what is held now."""
+    def report(
+        self,
+        stats: H2OStats,
+        managers: Sequence[H2OManager],
+        files: tuple[int, int] = (0, 0),
+    ) -> StepReport:
+        """What has happened since the last report, and what is held now.
+
+        Args:
+            stats: The counters.
+            managers: Of the compressed layers.
+            files: Snapshots in files, and bytes of all files.
+        """
         pool = managers[0].block_pool
         in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         resident_blocks = sum([manager.resident_blocks for manager in managers])
@@ -126,6 +155,11 @@ class Reporter:
             freed_dense_blocks=stats.blocks_freed - before.blocks_freed,
             kept_requests=stats.kept_requests - before.kept_requests,
             continued_tokens=stats.continued_tokens - before.continued_tokens,
+            saved_requests=stats.saved_requests - before.saved_requests,
+            loaded_requests=stats.loaded_requests - before.loaded_requests,
+            failed_loads=stats.failed_loads - before.failed_loads,
+            kept_files=files[0],
+            kept_file_bytes=files[1],
             dense_blocks=in_use - resident_blocks,
             resident_blocks=resident_blocks,
             resident=resident,

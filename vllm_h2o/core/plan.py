@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,36 @@ def _column(name: str) -> property:
         lambda plan: plan.counts[index],
         doc=f"`[num_requests]` int64, `RowPlan.{name}` of each.",
     )
+
+
+class Save(NamedTuple):
+    """What a request holds, to be written to a file before the step.
+
+    Attributes:
+        request_id: Of the request.
+        stem: Of the file's path; each rank adds its own part.
+        blocks: Their ids.
+        about: What they are of, as text.
+    """
+
+    request_id: str
+    stem: str
+    blocks: list[int]
+    about: str
+
+
+class Load(NamedTuple):
+    """What a request goes on from, to be read from a file before the step.
+
+    Attributes:
+        request_id: Of the request.
+        paths: The file of each tensor-parallel rank.
+        blocks: Ids of blocks that get it, as many as the file has or more.
+    """
+
+    request_id: str
+    paths: tuple[str, ...]
+    blocks: list[int]
 
 
 @dataclass(eq=False)
@@ -39,6 +69,8 @@ class ResidencyPlan:
             that others may go on from.
         copies: Blocks to be copied before the step, from and to: what a request goes
             on from, or what stays of one whose prompt has been read.
+        saves: Blocks that go to files before anything is copied or written.
+        loads: Files that go to blocks before the step.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -49,12 +81,15 @@ class ResidencyPlan:
     restarted: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes: what pickle needs to make an array takes longer than the rest.
         counts = bytearray(self.counts)
         others = self.stats, self.restarted, self.kept, self.copies
-        return _unpickled, (self.request_ids, counts, *others)
+        files = self.saves, self.loads
+        return _unpickled, (self.request_ids, counts, *others, *files)
 
     num_computed_tokens = _column("num_computed_tokens")
     num_scheduled_tokens = _column("num_scheduled_tokens")
@@ -117,15 +152,10 @@ class ResidencyPlan:
 
 
 def _unpickled(
-    request_ids: list[str],
-    counts: bytearray,
-    stats: dict[str, int],
-    restarted: list[str],
-    kept: list[str],
-    copies: list[tuple[int, int]],
+    request_ids: list[str], counts: bytearray, *others: Any
 ) -> ResidencyPlan:
     array = np.frombuffer(counts, np.int64).reshape(NUM_COUNTS, -1)
-    return ResidencyPlan(request_ids, array, stats, restarted, kept, copies)
+    return ResidencyPlan(request_ids, array, *others)
 
 
 PLAN_ATTRIBUTE = "h2o_plan"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -16,9 +17,10 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_h2o.core import compat
 from vllm_h2o.core.continuing import Continuing
+from vllm_h2o.core.kept_files import KeptFiles
 from vllm_h2o.core.manager import H2OManager, publish_alike
-from vllm_h2o.core.metrics import Reporter
-from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
+from vllm_h2o.core.metrics import FAILED_ATTRIBUTE, Reporter
+from vllm_h2o.core.plan import PLAN_ATTRIBUTE, Load, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.core.summary import summary
@@ -111,8 +113,12 @@ class H2OScheduler(AsyncScheduler):
             )
         runs_ahead = bool(self.scheduler_config.async_scheduling)
         runs_ahead |= self.num_spec_tokens > 0
+        size, num_layers = self.hash_block_size, len(self._groups[0].layer_names)
+        files = KeptFiles.of_engine(
+            self.vllm_config, self.kv_cache_config, self._spec, num_layers, size
+        )
         manager, stats = self.h2o_managers[0], self.h2o_stats
-        return Continuing(manager, stats, self.hash_block_size, runs_ahead)
+        return Continuing(manager, stats, size, runs_ahead, files)
 
     def add_request(self, request: Request) -> None:
         """Queue a request, or end it with an error if it asks for what is not there.
@@ -246,10 +252,41 @@ class H2OScheduler(AsyncScheduler):
         """Take in a step's results, with what its transitions took."""
         if self.log_stats:
             self._reporter.time(model_runner_output)
+        plan = getattr(scheduler_output, PLAN_ATTRIBUTE, None)
+        if plan is not None and plan.loads:
+            self._end_loads(plan, getattr(model_runner_output, FAILED_ATTRIBUTE, []))
         if scheduler_output.scheduled_spec_decode_tokens:
-            plan = getattr(scheduler_output, PLAN_ATTRIBUTE)
+            assert plan is not None
             self.h2o_stats.take_back(plan, scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _end_loads(self, plan: ResidencyPlan, failed: list[Load]) -> None:
+        """Let requests read their tokens that could not go on from a file.
+
+        What steps in flight give of them is of no use.
+        """
+        assert self._continuing is not None
+        self._continuing.end_loads(plan.loads, failed)
+        for name in (load.request_id for load in failed):
+            request = self.requests.get(name)
+            if request is None:
+                continue
+            if request.status == RequestStatus.RUNNING:
+                self.running.remove(request)
+                now = time.monotonic()
+                self._preempt_request(request, now, drop_stale_output=True)
+                # As where vLLM resets its cache: it may be scheduled again at once.
+                self.prev_step_scheduled_req_ids.discard(name)
+                self._restarted.append(name)
+            elif request.num_stale_output_tokens:  # It has been preempted since.
+                request.drop_stale_output = True
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Reset the cache, and what is kept, as its blocks have no hash any more."""
+        done = super().reset_prefix_cache(*args, **kwargs)
+        if done and self._continuing is not None:
+            self._continuing.forget()
+        return done
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -263,7 +300,8 @@ class H2OScheduler(AsyncScheduler):
         """What the front end's loggers get, with our report in it."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            report = self._reporter.report(self.h2o_stats, self.h2o_managers)
+            kept = self._continuing.files() if self._continuing else (0, 0)
+            report = self._reporter.report(self.h2o_stats, self.h2o_managers, kept)
             stats.num_kv_fetch_reqs_by_stage.update(report.pack())
         return stats
 
@@ -333,9 +371,10 @@ class H2OScheduler(AsyncScheduler):
         """Schedule a step and hang its plan on the output."""
         output = super().schedule(throttle_prefills)
         plan = self._plan(output)
-        if plan.copies and output.new_block_ids_to_zero:
+        if (plan.copies or plan.loads) and output.new_block_ids_to_zero:
             # Of a request that this step has preempted they may be new, and are taken.
             targets = {target for _, target in plan.copies}
+            targets |= {target for load in plan.loads for target in load.blocks}
             to_zero = [x for x in output.new_block_ids_to_zero if x not in targets]
             output.new_block_ids_to_zero = to_zero
         self.h2o_stats.count_step(plan, self.h2o_managers, self._layout, output)
@@ -359,7 +398,11 @@ class H2OScheduler(AsyncScheduler):
         if self._continuing is not None:
             self._continuing.keep_prompts(plan, requests)
             plan.kept = self._continuing.take_kept()
+            plan.saves = self._continuing.take_saves()
         plan.copies = self.h2o_managers[0].take_copies()
+        plan.loads = self.h2o_managers[0].take_loads()
+        if plan.loads and self._continuing is not None:
+            self._continuing.note_loads(plan.loads)
         return plan
 
     def finish_requests(self, request_ids, finished_status):

@@ -26,16 +26,18 @@ class Snapshot(NamedTuple):
     """What a resident request held at some time, for others to go on from.
 
     Attributes:
-        blocks: Its resident blocks.
+        blocks: Its resident blocks; none where it is in files.
         num_tokens: Tokens that it has computed.
         climb: Its budget, and how that has grown.
         scored_from: Position of the first query that has scored what is held.
+        paths: The file of each tensor-parallel rank; none where it is in the pool.
     """
 
     blocks: list[KVCacheBlock]
     num_tokens: int
     climb: Climb
     scored_from: int
+    paths: tuple[str, ...] = ()
 
 
 class _Entry(NamedTuple):

@@ -45,6 +45,8 @@ class H2OAttentionSpec(FullAttentionSpec):
             on a rank; 0: likewise.
         slots_per_token: The most slots that the heads of one layer have per token of a
             request's budget, over all budgets; 0: likewise.
+        fingerprint: Of all that gives a byte of what requests hold its meaning, where
+            it goes to files (`plugin/fingerprint.py`).
     """
 
     h2o: H2OConfig = field(default_factory=H2OConfig)
@@ -53,6 +55,7 @@ class H2OAttentionSpec(FullAttentionSpec):
     richest_slots: int = 0
     richest_layer_slots: int = 0
     slots_per_token: float = 0.0
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

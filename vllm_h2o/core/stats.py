@@ -32,6 +32,9 @@ class H2OStats:
         kept_requests: Requests, or turns of sessions, of which something was kept.
         continued_tokens: Tokens not read, by requests that went on from that (again
             after a preemption).
+        saved_requests: Of the former those that were to be written to a file.
+        loaded_requests: Of the latter those that went on from a file.
+        failed_loads: Files that were not what they should be.
     """
 
     transitions: int = 0
@@ -42,6 +45,9 @@ class H2OStats:
     preemptions: int = 0
     kept_requests: int = 0
     continued_tokens: int = 0
+    saved_requests: int = 0
+    loaded_requests: int = 0
+    failed_loads: int = 0
 
     def count_step(
         self,
@@ -63,6 +69,7 @@ class H2OStats:
         self.count_blocks(managers)
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, self.blocks_in_use)
         self.continued_tokens = managers[0].continued_tokens
+        self.loaded_requests = managers[0].loaded_requests
         self.preemptions += len(output.preempted_req_ids or ())
 
     def count_blocks(self, managers: Sequence[H2OManager]) -> None:

@@ -48,11 +48,20 @@ COUNTERS = {
     "freed_dense_blocks": "Dense blocks that compressed prompts gave back.",
     "kept_requests": "Requests, or turns of sessions, of which something was kept.",
     "continued_tokens": "Tokens not read, by requests that went on from that.",
+    "saved_requests": "Requests of which something was to be written to a file.",
+    "loaded_requests": "Requests that went on from a file.",
+    "failed_loads": "Files that were not what they should be; they are removed.",
 }
 GAUGES = {
     "dense_blocks": "Blocks of the pool in use that are not resident ones.",
     "resident_blocks": "Blocks of the pool that compressed requests hold.",
+    "kept_files": "Snapshots in files that requests can go on from.",
+    "kept_file_bytes": "Bytes of all files in the folder, about.",
 }
+OF_FILES = (
+    "saved_requests", "loaded_requests", "failed_loads", "kept_files", "kept_file_bytes"
+)  # fmt: skip
+"""Of these the log says those that are not 0."""
 STATES = ("resident", "prefilling", "dense")
 """Of requests, as `StepReport` names them."""
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -207,6 +216,7 @@ class _Line:
         counted = (
             f"{name.replace('_', ' ')}: {getattr(total, name)}"
             for name in (*COUNTERS, *GAUGES)
+            if name not in OF_FILES or getattr(total, name)
         )
         states = (
             f"{state.replace('_', ' ')}: {getattr(total, state)} reqs"

@@ -131,6 +131,14 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
         "(self, request_ids, finished_status)",
     ),
     "v1.core.sched.scheduler:Scheduler.shutdown": ("(self)",),
+    "v1.core.sched.scheduler:Scheduler.reset_prefix_cache": (
+        "(self, reset_running_requests=, reset_connector=)",
+    ),
+    "v1.core.sched.scheduler:Scheduler._preempt_request": (
+        "(self, request, timestamp, drop_stale_output=)",
+    ),
+    "v1.core.sched.scheduler:Scheduler.running": ("is list[Request]",),
+    "v1.core.sched.scheduler:Scheduler.prev_step_scheduled_req_ids": ("is set[str]",),
     "v1.core.sched.scheduler:Scheduler.kv_cache_manager": ("",),
     "v1.core.sched.scheduler:Scheduler.requests": ("is dict[str, Request]",),
     "v1.core.sched.scheduler:Scheduler.grammar_compile_error_reqs": (
@@ -160,6 +168,10 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "v1.request:Request.num_computed_tokens": ("",),
     "v1.request:Request.structured_output_request": ("",),
     "v1.request:Request.status": ("",),
+    "v1.request:Request.drop_stale_output": ("",),
+    "v1.request:Request.num_stale_output_tokens": ("",),
+    "v1.request:Request.lora_request": ("",),
+    "v1.request:RequestStatus.RUNNING": ("",),
     "v1.request:RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": ("",),
     "v1.structured_output.request:StructuredOutputRequest.params": (
         "is StructuredOutputsParams",

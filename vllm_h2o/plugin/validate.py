@@ -25,9 +25,12 @@ from vllm_h2o.plugin.engine_args import (
     check_version,
     needed_worker_cls,
 )
+from vllm_h2o.plugin.keep_folder import check_keep_folder
 from vllm_h2o.policy import rules
 from vllm_h2o.policy.methods import fused_form_of
 from vllm_h2o.policy.options import (
+    ATTENTION,
+    GATE,
     MEASURE,
     NONE,
     REQUEST,
@@ -70,6 +73,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     budget = layout_of(vllm_config, config).budget
     Reach.of_config(config, budget, vllm_config.cache_config.block_size)
     _check_head_budgets(vllm_config, config)
+    check_keep_folder(vllm_config, config)
 
 
 def _refuse(option: str, value: Any, fix: str) -> None:
@@ -183,16 +187,19 @@ def _check_reading_on(vllm_config: VllmConfig, config: H2OConfig) -> None:
         # How keys are rotated is seen in a pass of the whole model.
         fix = f"use --h2o-positions {TEXT}, or no pipeline"
         _refuse("--h2o-positions with --pipeline-parallel-size", stages, fix)
-    asked: dict[str, tuple[Any, str]] = {}
-    if config.prefill_chunk:
-        asked["--h2o-prefill-chunk"] = config.prefill_chunk, "0"
-    if config.keeps:
-        asked["--h2o-keep"] = config.keep, shown(NONE)
-    for option, (value, off) in asked.items():
-        if vllm_config.model_config.is_mm_prefix_lm:
-            # A chunk's end may lie within an image, whose tokens see each other.
+    scored = config.prompt_score == ATTENTION and config.keeps_heavy_set
+    asked = (
+        # A chunk's end may lie within an image, whose tokens see each other.
+        (config.prefill_chunk, "--h2o-prefill-chunk", config.prefill_chunk, "0"),
+        (config.keeps, "--h2o-keep", config.keep, shown(NONE)),
+        # A query of the window is scored, and in float32 attends, as if it saw none of
+        # the tokens behind it. What `auto` comes to the worker knows.
+        (scored, "--h2o-prompt-score", config.prompt_score, shown(GATE)),
+    )
+    for holds, option, value, use in asked:
+        if holds and vllm_config.model_config.is_mm_prefix_lm:
             why = "this model reads images in both directions"
-            _refuse(option, value, f"{why}: use {off}")
+            _refuse(option, value, f"{why}: use {use}, --language-model-only")
     if not config.keeps:
         return
     why = ""

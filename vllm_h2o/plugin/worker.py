@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
 from vllm_h2o.attention.backend import H2OImpl
+from vllm_h2o.attention.kept_store import KeptStore
 from vllm_h2o.attention.metadata import H2OMetadataBuilder
 from vllm_h2o.attention.pages import clear_blocks, copy_blocks
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.attention.watch import Recorder
 from vllm_h2o.calibration.loaded_model import LoadedModel
+from vllm_h2o.calibration.ranks import on_all_ranks
 from vllm_h2o.calibration.resolve import (
     Resolved,
     gates_of,
@@ -30,10 +33,11 @@ from vllm_h2o.calibration.resolve import (
     resolve,
 )
 from vllm_h2o.core.compat import settle_block_size
-from vllm_h2o.core.metrics import attach_seconds
-from vllm_h2o.core.plan import PLAN_ATTRIBUTE, ResidencyPlan
+from vllm_h2o.core.metrics import FAILED_ATTRIBUTE, SECONDS_ATTRIBUTE, attach
+from vllm_h2o.core.plan import PLAN_ATTRIBUTE, Load, ResidencyPlan
 from vllm_h2o.core.spec import H2OAttentionSpec, with_equal_pages
 from vllm_h2o.core.stats import H2OStats
+from vllm_h2o.plugin.fingerprint import fingerprint
 from vllm_h2o.plugin.rpc import H2OCalls
 from vllm_h2o.plugin.runner import attention_groups, follow
 from vllm_h2o.plugin.tables import Tables
@@ -66,9 +70,13 @@ class H2OWorker(H2OCalls, _Stock):
         self._plan = ResidencyPlan(stats=H2OStats().as_dict())
         self._step = StepRows()
         self._resolved: Resolved | None = None
+        self._fingerprint = ""
         self._refusal: ValueError | None = None
         self._warming_up = False
         self._recorder: Recorder | None = None
+        self._kept: KeptStore | None = None
+        self._failed_loads: list[Load] = []
+        self._unread: set[str] = set()
         self._backend = self.choose_backend(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -119,7 +127,7 @@ class H2OWorker(H2OCalls, _Stock):
         if self._resolved is None:
             self._resolve()
         assert self._resolved is not None
-        return self._resolved.specs(self._specs())
+        return self._resolved.specs(self._specs(), self._fingerprint)
 
     def _specs(self) -> dict[str, KVCacheSpec]:
         """The specs as the backend makes them, by the options."""
@@ -129,6 +137,9 @@ class H2OWorker(H2OCalls, _Stock):
     def shutdown(self) -> None:
         """Let go of the KV cache, also where what a step has left points into it."""
         self._step.clear()
+        if self._kept is not None:
+            self._kept.finish()
+            self._kept = None
         super().shutdown()
 
     def _loaded_model(self) -> LoadedModel:
@@ -146,6 +157,10 @@ class H2OWorker(H2OCalls, _Stock):
         """
         model = self._loaded_model()
         self._resolved = resolve(model)
+        if self._resolved.config.keep_folder:
+            ours = (x for x in self._specs().values() if type(x) is H2OAttentionSpec)
+            spec = self._resolved.spec(next(ours))
+            self._fingerprint = fingerprint(self.vllm_config, self._resolved, spec)
         gates = gates_of(model, self._resolved)
         rotations = moving_rotations(model, self._resolved.config)
         for name, layer in model.layers.items():
@@ -170,6 +185,11 @@ class H2OWorker(H2OCalls, _Stock):
         self._step.groups.clear()
         for builder in builders:
             builder.bind(self._step, *tables.make(builder))
+        if self._resolved.config.keep_folder:
+            names = [name for builder in builders for name in builder.layer_names]
+            caches = {name: self._h2o_layers[name].kv_cache for name in sorted(names)}
+            group = get_tp_group()
+            self._kept = KeptStore(caches, group.rank_in_group, group.world_size)
 
     @property
     def _h2o_layers(self) -> dict[str, Any]:
@@ -219,13 +239,39 @@ class H2OWorker(H2OCalls, _Stock):
         if self._recorder:
             self._recorder.look()
         self._step.begin(self._plan, sorted(gone))
-        if plan and plan.copies:
-            self._copy_blocks(plan.copies)
+        if plan:
+            self._move_blocks(plan, gone)
         self._clear_blocks(scheduler_output)
         try:
-            return self._timed(super().execute_model(scheduler_output))
+            return self._reported(super().execute_model(scheduler_output))
         finally:
             self._step.end()
+
+    def _move_blocks(self, plan: ResidencyPlan, gone: set[str]) -> None:
+        """What goes out of blocks or into them before anything of the step does.
+
+        What is saved or copied may have been given away to what is loaded.
+
+        Args:
+            plan: Of the step.
+            gone: Requests that have ended, or are read again, since the last.
+        """
+        for save in plan.saves:
+            assert self._kept is not None
+            if save.request_id not in self._unread:
+                self._kept.save(save)
+        self._unread.difference_update(gone)
+        if plan.copies:
+            self._copy_blocks(plan.copies)
+        if not plan.loads:
+            return
+        assert self._kept is not None
+        done = [self._kept.load(load) for load in plan.loads]
+        # One rank's answer is the engine's.
+        pairs = zip(plan.loads, on_all_ranks(done), strict=True)
+        failed = [load for load, there in pairs if not there]
+        self._unread.update(load.request_id for load in failed)
+        self._failed_loads += failed
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of all layers, before anything of the step is written."""
@@ -251,15 +297,21 @@ class H2OWorker(H2OCalls, _Stock):
 
     def sample_tokens(self, grammar_output):
         """Sample, where that is a step of its own."""
-        return self._timed(super().sample_tokens(grammar_output))
+        return self._reported(super().sample_tokens(grammar_output))
 
-    def _timed(self, output: Any) -> Any:
-        """What a step returns, with what transitions before it took."""
-        transitions = self._step.transitions
-        if output is None or not transitions.seconds:
-            return output
-        seconds, transitions.seconds = transitions.seconds, []
-        return attach_seconds(output, seconds)
+    def _reported(self, output: Any) -> Any:
+        """What a step returns, with what transitions before it took, and the loads that
+        have failed."""
+        if output is None:
+            return None
+        transitions, failed = self._step.transitions, self._failed_loads
+        if transitions.seconds:
+            output = attach(output, SECONDS_ATTRIBUTE, transitions.seconds)
+            transitions.seconds = []
+        if failed:
+            output = attach(output, FAILED_ATTRIBUTE, failed)
+            self._failed_loads = []
+        return output
 
 
 def _impl(layer: Any) -> H2OImpl | None:

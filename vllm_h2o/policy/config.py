@@ -42,6 +42,8 @@ request that can hold all of its tokens is not compressed, so that it takes as m
 memory as without H2O."""
 MOST_POOLING = 1023
 """`pooling`: wider spans are of no use, and cost time at each prompt's end."""
+LEAST_GIB, MOST_GIB = 2**-10, 2**20
+"""`keep_size`."""
 _UNITS = (TOKEN, BLOCK)
 _MERGES = (NONE, "value")
 _PROMPT_SCORES = (AUTO, ATTENTION, GATE)
@@ -67,6 +69,9 @@ class H2OConfig:
             until its blocks are needed, and later requests that begin with its tokens
             may go on from there; `"prompt"`: what it holds when its prompt has been
             read; `"none"`.
+        keep_folder: A folder where that is written too, each in files of its own, so
+            that it outlives the pool and the engine; empty: none.
+        keep_size: GiB of files in this folder at most, of all engines that use it.
         positions: `"cache"`: keys move up before they are farther back than the model
             was trained for (`vllm_h2o.policy.reach`), so that texts may be longer;
             `"text"`: they stay where they are in the text.
@@ -137,6 +142,18 @@ class H2OConfig:
         "what it holds at its end, or when its prompt has been read, so that a request "
         "that asks for it (h2o_continue) and begins with these tokens goes on there.",
         choices=KEEPS,
+    )
+    keep_folder: str = option(
+        "",
+        "A folder where what stays is written too, so that it outlives the pool: in "
+        "/dev/shm it is host memory, on a disk it outlives the engine. Private to the "
+        "user who runs it.",
+    )
+    keep_size: float = option(
+        16.0,
+        "GiB of files in that folder at most, of all engines that use it; what has "
+        "not been used for longest goes.",
+        float,
     )
     positions: str = option(
         TEXT,
@@ -228,6 +245,9 @@ class H2OConfig:
         check_choice("merge", self.merge, _MERGES)
         check_choice("resident_dtype", self.resident_dtype, _RESIDENT_DTYPES)
         check_choice("keep", self.keep, KEEPS)
+        if not isinstance(self.keep_folder, str):
+            raise bad("keep_folder", self.keep_folder, "use the path of a folder")
+        check_number("keep_size", self.keep_size, LEAST_GIB, MOST_GIB)
         check_choice("positions", self.positions, _POSITIONS)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:
             fix = (

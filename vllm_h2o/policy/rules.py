@@ -25,10 +25,12 @@ from vllm_h2o.policy.options import (
     AUTO,
     BLOCK,
     CACHE,
+    END,
     GATE,
     INT8,
     MODEL,
     NONE,
+    PROMPT,
     READ_ALL,
     REQUEST,
     TEXT,
@@ -160,6 +162,7 @@ _SPLITS = _one_of(*(name for name, cls in METHODS.items() if splits(cls())))._re
     hold=lambda score: splits(METHODS[score]())
 )
 _CHUNKS, _KEEPS = _but(0), _but(NONE)
+_NO_FOLDER = Values(lambda folder: not folder, "left out")
 _NO_SCORE = "which leaves no slots to win by score"
 
 NEEDS = (
@@ -188,6 +191,11 @@ NEEDS = (
     Need("keep", _KEEPS, NONE, "merge", _NO_MERGE),
     Need("keep", _KEEPS, NONE, "read", _READ_ALL),
     Need(
+        "keep_folder", Values(bool, "given"), "", "keep",
+        _KEEPS._replace(like=(END, PROMPT)),
+        why="nothing is kept that could be written",
+    ),
+    Need(
         "positions", _one_of(CACHE), TEXT, "prefill_chunk",
         _CHUNKS._replace(like=(1024,)),
         why="a prompt that is read whole must be no longer than what the model was "
@@ -203,6 +211,7 @@ NEEDS = (
 
 
 IDLE = (
+    Idle(("keep_size",), "keep_folder", _NO_FOLDER, use="a folder"),
     Idle(
         ("observation_window", "pooling"),
         "prompt_score", _one_of(GATE), use=f"h2o_prompt_score={ATTENTION!r}",
