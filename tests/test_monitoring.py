@@ -66,6 +66,6 @@ def test_compose_starts_what_the_other_files_name():
 def test_the_dashboard_shows_every_metric_of_h2o():
     documented = (Path(EXAMPLES).parents[1] / "docs" / "metrics.md").read_text()
     names = set(re.findall(r"\| `(h2o_[a-z_]+)", documented))
-    assert len(names) == 13
+    assert len(names) == 22
     shown = " ".join(queries().values())
     assert {name for name in names if name not in shown} == set()

@@ -169,6 +169,7 @@ class Driver:
         depth: int = 1,
         drafts: int = 0,
         files: bool = False,
+        **limits: float,
     ) -> None:
         """Make the scheduler.
 
@@ -182,6 +183,7 @@ class Driver:
             drafts: Of a request in a step, at most.
             files: Whether what is kept goes to files too, of which some are not
                 written, and some fail.
+            limits: `keep_seconds` and `keep_sessions`.
         """
         config = config_of(
             window, budget, chunk, policy, resident, beside, prefill_chunk, keep, depth,
@@ -191,6 +193,10 @@ class Driver:
         self.files: dict[str, tuple[str, int, int]] = {}
         """Whose those are, by their stems: of how many tokens and blocks."""
         self.loads = self.failed = 0
+        if keep != "none":
+            # The config is another driver's too.
+            limits = {"keep_seconds": 0.0, "keep_sessions": 0} | limits
+            config.additional_config[CONFIG_KEY] |= limits
         if files:
             options = config.additional_config[CONFIG_KEY]
             options |= {"keep_folder": self.folder.name, "keep_size": 1.0}
@@ -267,9 +273,13 @@ class Driver:
         max_tokens: int,
         session: str | None = None,
         salt: str | None = None,
+        named: str | None = None,
         **wishes: Any,
     ) -> str:
-        """Add a request with wishes, or the next turn of a streaming-input session."""
+        """Add a request with wishes, or the next turn of a streaming-input session.
+
+        `named` is vLLM's `session_id`.
+        """
         name = session or next(self.names)
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, extra_args={"h2o": wishes}
@@ -283,6 +293,7 @@ class Driver:
             block_hasher=self.hasher,
             resumable=session is not None,
             cache_salt=salt,
+            session_id=named,
         )
         self.requests.setdefault(name, request)
         self.scheduler.add_request(request)
@@ -594,7 +605,7 @@ class Driver:
         self, request: Request, row: RowPlan, copies: list[tuple[int, int]]
     ) -> None:
         """What a request goes on from is there, whole, and of its own first tokens."""
-        assert wishes_of(request)["continue"]
+        assert self._goes_on(request)
         name, start = request.request_id, row.num_computed_tokens
         assert [target for _, target in copies] == self._residents(name)[: len(copies)]
         held = [self.contents[source] for source, _ in copies]
@@ -614,7 +625,7 @@ class Driver:
         self, request: Request, row: RowPlan, load: Load
     ) -> None:
         """The same of what is in a file."""
-        assert wishes_of(request)["continue"]
+        assert self._goes_on(request)
         (path,) = map(Path, load.paths)
         ended, num_tokens, num_blocks = self.files[path.name.partition("-0of1")[0]]
         assert num_tokens == row.num_computed_tokens
@@ -631,6 +642,8 @@ class Driver:
         tokens = self.requests[ended].all_token_ids[:start]
         assert request.all_token_ids[:start] == tokens and start < request.num_tokens
         assert self.requests[ended].cache_salt == request.cache_salt
+        if "continue" not in wishes_of(request):
+            assert self.requests[ended].session_id == request.session_id
         self.gone_on[name] = start
         budget = self.budget_of(self.requests[ended])
         if self.climbs(request):
@@ -642,6 +655,10 @@ class Driver:
         rest = -(-(request.num_tokens - start) // BLOCK_SIZE) * BLOCK_SIZE
         least = -(-max(asked, 2 * row.budget) // BLOCK_SIZE) * BLOCK_SIZE
         self.chunks[name] = min(least, rest) if asked else rest
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether it asks for that, or has the name of a session."""
+        return wishes_of(request).get("continue", request.session_id is not None)
 
     def _run(self, output: Any) -> None:
         """What the worker will do to blocks, in the order of the steps."""

@@ -1,6 +1,7 @@
 """Prompts in chunks, and what a request goes on from."""
 
 import random
+import time
 
 import pytest
 
@@ -147,6 +148,92 @@ def test_a_stranger_does_not_go_on_from_what_is_kept():
     for salt, goes_on in (("mine", True), ("other", False), (None, False)):
         driver.add(turn, 10, salt=salt, **{"continue": True})
         assert bool(driver.schedule().h2o_plan.copies) == goes_on
+        driver.drain()
+
+
+@pytest.mark.rule("R28")
+def test_a_session_goes_on_by_itself():
+    """From what its own requests have left; from another's where it asks for that."""
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    name = driver.add(list(range(1, 101)), 20, named="mine")
+    driver.drain()
+    turn = list(driver.requests[name].all_token_ids)
+    for asks, named, goes_on in (
+        ({}, "mine", True),
+        ({}, "other", False),
+        ({"continue": True}, "other", True),
+        ({"continue": False}, "mine", False),
+        ({"policy": "full"}, "mine", False),
+        ({}, None, False),
+    ):
+        more = [next(driver.token)] * 30
+        name = driver.add(turn + more, 10, named=named, report=True, **asks)
+        assert bool(driver.schedule().h2o_plan.copies) == goes_on, (asks, named)
+        driver.drain()
+        if goes_on:
+            assert driver.reports[name]["tokens_continued"] == 119
+    driver.assert_pool_whole()
+
+
+def test_a_session_that_was_refused_leaves_the_engine_alone():
+    """With `keep` off its name means nothing."""
+    driver = Driver(64, budget=64, chunk=200)
+    for _ in range(2):
+        driver.add(list(range(1, 101)), 20, named="mine")
+        assert not driver.schedule().h2o_plan.copies
+        driver.drain()
+
+
+@pytest.mark.rule("R28")
+def test_what_no_turn_needs_any_more_is_given_away_first():
+    """What the last turn but one has held: not a stranger's that is older."""
+    driver = Driver(40, budget=64, chunk=200, keep="end")
+    stranger = kept_turn(driver, 99)
+    turns = [list(range(1, 101))]
+    for _ in range(3):
+        name = driver.add(turns[-1], 20, named="mine")
+        driver.drain()
+        turns.append([*driver.requests[name].all_token_ids, 5])
+    snapshots = driver.scheduler._continuing._snapshots
+    assert snapshots.held()[:2] == (3, 12), "the stranger's, and two of the session"
+    used = 39 - driver.pool.get_num_free_blocks()
+    assert used == 0
+    name = driver.add(list(range(3000, 3000 + 16 * 12)), 20)
+    driver.drain()
+    for turn, goes_on in ((stranger, True), (turns[-1], True), (turns[-2], True)):
+        driver.add(turn + [5], 2, **{"continue": True})
+        assert bool(driver.schedule().h2o_plan.copies) == goes_on
+        driver.drain()
+    driver.assert_pool_whole()
+
+
+@pytest.mark.rule("R28")
+def test_only_so_many_sessions_are_kept(monkeypatch):
+    driver = Driver(64, budget=64, chunk=200, keep="end", keep_sessions=2)
+    turns = {}
+    for name in ("a", "b", "a", "c"):
+        known = turns.get(name, [ord(name), *range(100)])
+        request = driver.add(known, 20, named=name)
+        driver.drain()
+        turns[name] = [*driver.requests[request].all_token_ids, 5]
+    for name, goes_on in (("b", False), ("a", True), ("c", True)):
+        request = driver.add(turns[name], 2, named=name, keep="none")
+        assert bool(driver.schedule().h2o_plan.copies) == goes_on, name
+        driver.drain()
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_what_is_old_is_of_no_use(files, monkeypatch):
+    driver = Driver(64, budget=64, chunk=200, keep="end", files=files, keep_seconds=60)
+    turn = kept_turn(driver) + [5]
+    driver.draw.random = lambda: 0.5  # no file is lost, and none fails
+    real = time.monotonic, time.time
+    for later, goes_on in ((50, True), (100, True), (170, False)):
+        monkeypatch.setattr("time.monotonic", lambda later=later: real[0]() + later)
+        monkeypatch.setattr("time.time", lambda later=later: real[1]() + later)
+        driver.add(turn, 2, **{"continue": True, "keep": "none"})
+        plan = driver.schedule().h2o_plan
+        assert bool(plan.copies or plan.loads) == goes_on, later
         driver.drain()
 
 

@@ -41,7 +41,9 @@ class Server:
         command += f"--kv-policy h2o --h2o-budget {BUDGET} --h2o-sinks 2".split()
         command += "--block-size 32 --dtype float32 --enforce-eager".split()
         command += f"--max-model-len 2048 --host 127.0.0.1 --port {port}".split()
-        command += ["--h2o-resident-dtype", "model"]
+        command += ["--h2o-resident-dtype", "model", "--h2o-keep", "end"]
+        kept = folder / "kept"
+        command += ["--h2o-keep-folder", str(kept), "--h2o-keep-size", "0.5"]
         # Without it vLLM kills the engine at once, which then may not log its end.
         command += ["--shutdown-timeout", str(SECONDS)]
         env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -293,6 +295,31 @@ def test_metrics_say_what_is_evicted(server):
         assert server.metrics(f'state="{state}"') == {"h2o_requests": 0}
     asked = server.metrics('policy="h2o"', 'head_budgets="auto"', 'prompt_score="auto"')
     assert asked == {"h2o_policy_info": 1}
+
+
+@pytest.mark.parametrize("named", ["body", "header"])
+def test_a_session_goes_on_by_its_name(server, named):
+    """Without an option of H2O's in the client; another session reads all."""
+    length = 400 if named == "body" else 380
+    (prompt,) = prompts_of(length)
+
+    def turn(tokens, session):
+        header = {"X-Session-ID": session} if named == "header" else {}
+        body = {"session_id": session} if named == "body" else {}
+        before = server.metrics()["h2o_continued_tokens_total"]
+        answer = server.client.completions.create(
+            model=server.model, prompt=tokens, max_tokens=20, temperature=0,
+            extra_headers=header,
+            extra_body={"ignore_eos": True, "return_token_ids": True} | body,
+        )  # fmt: skip
+        server.wait_until_idle()
+        gone_on = server.metrics()["h2o_continued_tokens_total"] - before
+        return [*tokens, *answer.choices[0].token_ids], gone_on
+
+    told, gone_on = turn(prompt, f"{named} a")
+    assert gone_on == 0
+    assert turn([*told, 7, 8, 9], f"{named} b")[1] == 0
+    assert turn([*told, 7, 8, 9], f"{named} a")[1] == len(told) - 1
 
 
 def test_dashboard_and_rules_on_a_prometheus_that_scrapes_it(server, tmp_path):

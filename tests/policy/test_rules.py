@@ -28,6 +28,8 @@ SAMPLES = {
     "keep": ("none", "end", "prompt"),
     "keep_folder": ("", "/dev/shm/h2o"),
     "keep_size": (16.0, 2.0),
+    "keep_seconds": (0.0, 60.0),
+    "keep_sessions": (0, 2),
     "positions": ("text", "cache"),
     "eviction_unit": ("token", "block"),
     "head_budgets": ("uniform", "auto", "measure", "request", "heads.json"),

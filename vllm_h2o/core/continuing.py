@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from vllm_h2o.core.metrics import Kept
 from vllm_h2o.core.snapshots import Snapshots, is_known_by_tokens
 from vllm_h2o.policy.options import END, NONE, PROMPT
 
@@ -16,9 +19,12 @@ if TYPE_CHECKING:
     from vllm_h2o.core.kept_files import KeptFiles
     from vllm_h2o.core.manager import H2OManager
     from vllm_h2o.core.plan import Load, ResidencyPlan, Save
-    from vllm_h2o.core.snapshots import Snapshot
+    from vllm_h2o.core.snapshots import Entry, KeptLimits, Snapshot
     from vllm_h2o.core.stats import H2OStats
     from vllm_h2o.policy.ladder import Climb
+
+
+_SECONDS_BETWEEN_LOOKS = 5.0
 
 
 class Continuing:
@@ -30,6 +36,7 @@ class Continuing:
         stats: H2OStats,
         hash_block_size: int,
         runs_ahead: bool,
+        limits: KeptLimits,
         files: KeptFiles | None = None,
     ) -> None:
         """Begin with no snapshot in the pool.
@@ -40,18 +47,28 @@ class Continuing:
             hash_block_size: Tokens of a block as vLLM hashes them.
             runs_ahead: Whether a step may have computed tokens behind the last one of
                 a turn: a step is scheduled before the last has ended, or has drafts.
+            limits: How long snapshots are of use, and of how many sessions.
             files: A second place for snapshots.
         """
         self._manager, self._stats, self._runs_ahead = manager, stats, runs_ahead
-        self._snapshots, self._files = Snapshots(hash_block_size), files
+        pool = manager.block_pool
+        self._snapshots = Snapshots(hash_block_size, pool, limits)
+        self._files = files
+        self._origins: dict[str, Snapshot] = {}
+        self._looked, self._held = -math.inf, (0, 0, 0.0)
         self._just_kept: list[str] = []
         self._ran_on: set[str] = set()
         self._saves: list[Save] = []
         self._loading: set[str] = set()
-        self._derived: dict[str, list[Snapshot]] = {}
+        self._derived: dict[str, list[Entry]] = {}
 
     def hit(
-        self, request: Request, climb: Climb, num_hits: int, most_hit: int | None
+        self,
+        request: Request,
+        climb: Climb,
+        num_hits: int,
+        most_hit: int | None,
+        session: str | None,
     ) -> int:
         """Let a request go on from the longest snapshot that it begins with.
 
@@ -60,6 +77,7 @@ class Continuing:
             climb: The budget that it asks for.
             num_hits: Tokens of its prefix-cache hit; a snapshot has to have more.
             most_hit: Tokens that may be a hit, as vLLM says; None: it does not say.
+            session: Whose the snapshot has to be; None: anybody's.
 
         Returns:
             Tokens of the snapshot; 0: there is none.
@@ -71,19 +89,21 @@ class Continuing:
             return 0
         last = request.num_tokens - 1
         most = last if most_hit is None else min(last, most_hit)
-        found = [self._snapshots.longest(request, most, climb)]
+        found = [self._snapshots.longest(request, most, climb, session)]
         if self._files:
-            found.append(self._files.longest(request, most, climb))
+            found.append(self._files.longest(request, most, climb, session))
         # Of equally long ones that in the pool.
         snapshot = max(filter(None, found), key=_length, default=None)
         if snapshot is None or snapshot.num_tokens <= num_hits:
             return 0
         self._manager.go_on(request.request_id, snapshot)
+        self._origins[request.request_id] = snapshot
         return snapshot.num_tokens
 
     def keep(self, request: Request) -> None:
         """Keep what a request holds that ends, if that is what it asks for."""
         manager, name = self._manager, request.request_id
+        before = self._origins.pop(name, None)
         ran_on = name in self._ran_on
         self._ran_on.discard(name)
         computed = request.num_computed_tokens
@@ -101,7 +121,7 @@ class Continuing:
             return  # a copy of the prompt is kept already
         snapshot = manager.snapshot(name, computed)
         if snapshot is not None:
-            self._snapshots.keep(request, snapshot)
+            self._snapshots.keep(request, snapshot, before)
             self._stats.kept_requests += 1
             self._just_kept.append(name)
             self._save(request, snapshot)
@@ -123,9 +143,10 @@ class Continuing:
                 pool.touch(known.blocks)  # another sample, or the same prompt once more
                 ours.append(known)
             elif copy := manager.copy_of(held):
-                self._snapshots.keep(request, copy)
-                if request.request_id in self._loading:
-                    self._derived.setdefault(request.request_id, []).append(copy)
+                name = request.request_id
+                entry = self._snapshots.keep(request, copy, self._origins.get(name))
+                if name in self._loading:
+                    self._derived.setdefault(name, []).append(entry)
                 ours.append(copy)
                 self._stats.kept_requests += 1
         # From now on they may be given away, but not to each other.
@@ -166,16 +187,18 @@ class Continuing:
             assert self._files is not None
             self._files.drop(load.paths)
             self._stats.failed_loads += 1
-            for snapshot in self._derived.get(load.request_id, ()):
-                for block in snapshot.blocks:
-                    block.reset_hash()
+            for entry in self._derived.get(load.request_id, ()):
+                entry.forget()
         for load in loads:
             self._loading.discard(load.request_id)
             self._derived.pop(load.request_id, None)
 
-    def files(self) -> tuple[int, int]:
-        """Snapshots in files, and bytes of all files of their folder."""
-        return self._files.count() if self._files else (0, 0)
+    def kept(self) -> Kept:
+        """What can be gone on from now, looked up every few seconds."""
+        if (now := time.monotonic()) - self._looked > _SECONDS_BETWEEN_LOOKS:
+            self._looked, self._held = now, self._snapshots.held()
+        files = self._files.count() if self._files else (0, 0)
+        return Kept(*self._held, *files)
 
     def forget(self) -> None:
         """Let no request go on from what has been kept by now."""

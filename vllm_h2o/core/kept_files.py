@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -67,6 +68,7 @@ class _Entry(NamedTuple):
 
     snapshot: Snapshot
     tail: list[int]
+    session: str | None
 
 
 class KeptFiles:
@@ -80,6 +82,7 @@ class KeptFiles:
         most_bytes: int,
         block_bytes: int,
         hash_block_size: int,
+        seconds: float,
     ) -> None:
         """Make the folder; what is in it may be used.
 
@@ -90,7 +93,9 @@ class KeptFiles:
             most_bytes: Of all files below the root, about.
             block_bytes: Of a block of all layers and ranks.
             hash_block_size: Tokens of a block as vLLM hashes them.
+            seconds: After which what has not been used is not any more.
         """
+        self._seconds = seconds
         self._root, self._ranks, self._most = root, num_ranks, most_bytes
         self._block_bytes, self._size = block_bytes, hash_block_size
         root.mkdir(mode=0o700, exist_ok=True)
@@ -135,6 +140,7 @@ class KeptFiles:
             most_bytes=int(spec.h2o.keep_size * 2**30),
             block_bytes=spec.page_size_bytes * layers * ranks,
             hash_block_size=size,
+            seconds=spec.h2o.keep_seconds or math.inf,
         )
 
     def _begin(self) -> None:
@@ -163,33 +169,48 @@ class KeptFiles:
 
     # ---------------------------------------------------------------- finding
 
-    def longest(self, request: Request, most: int, climb: Climb) -> Snapshot | None:
+    def longest(
+        self, request: Request, most: int, climb: Climb, session: str | None = None
+    ) -> Snapshot | None:
         """What is kept of the most tokens that a request begins with.
 
         Args:
             request: The request.
             most: Tokens that it may leave unread.
             climb: The budget that it asks for, which must be the same share, or number.
+            session: Whose it has to be; None: anybody's.
         """
         try:
             self._look()
         except OSError as error:
             self._say(error)
             return None
+        session = _hashed(session)
         for whole in range(most // self._size * self._size, 0, -self._size):
             suiting = [
                 entry.snapshot
                 for stem in self._by_key.get(self._key(request, whole), ())
                 if (entry := self._entries[stem]).snapshot.num_tokens <= most
+                and session in (None, entry.session)
                 and entry.snapshot.climb.suits(climb)
                 and entry.tail
                 == request.all_token_ids[whole : entry.snapshot.num_tokens]
             ]
-            if suiting:
-                found = max(suiting, key=lambda mine: mine.num_tokens)
-                _touch(found.paths)
-                return found
+            for found in sorted(suiting, key=lambda mine: -mine.num_tokens):
+                if self._is_of_use(found):
+                    _touch(found.paths)
+                    return found
         return None
+
+    def _is_of_use(self, found: Snapshot) -> bool:
+        """Whether a snapshot has been used lately enough; else it is removed."""
+        try:
+            age = time.time() - os.stat(found.paths[0]).st_mtime
+        except FileNotFoundError:
+            return False
+        if age > self._seconds:
+            self.drop(found.paths)
+        return age <= self._seconds
 
     def _key(self, request: Request, whole: int) -> str:
         return request.block_hashes[whole // self._size - 1].hex()
@@ -248,6 +269,7 @@ class KeptFiles:
             "scored_from": held.scored_from,
             "tail": request.all_token_ids[whole:end],
             "climb": asdict(held.climb),
+            "session": _hashed(request.session_id),
         }
         text = json.dumps(about)
         stem = f"{self._key(request, whole)}-{_detail(text)}"
@@ -326,6 +348,11 @@ def _detail(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _hashed(session: str | None) -> str | None:
+    """The name of a session as files have it."""
+    return session and hashlib.sha256(session.encode()).hexdigest()
+
+
 def _touch(paths: tuple[str, ...]) -> None:
     """Note that files are used."""
     for path in paths:
@@ -351,7 +378,7 @@ def _read(paths: tuple[str, ...]) -> _Entry | None:
         snapshot = Snapshot(
             [], about["tokens"], Climb(ladder, **climb), about["scored_from"], paths
         )
-        return _Entry(snapshot, about["tail"])
+        return _Entry(snapshot, about["tail"], about["session"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         logger.warning("H2O removes %s: %s", paths[0], str(error))
         return None

@@ -76,7 +76,7 @@ class H2OManager(FullAttentionManager):
         self.dense_columns = kv_cache_spec.dense_columns
         self.blocks_freed = 0
         self.resident_blocks = 0
-        self.continued_tokens = self.loaded_requests = 0
+        self.continued_requests = self.continued_tokens = self.loaded_requests = 0
         self.lives: dict[str, Life] = {}
         self._num_resident = self._num_dense = 0
         self._sources: dict[str, Snapshot] = {}
@@ -230,6 +230,7 @@ class H2OManager(FullAttentionManager):
             blocks.extend(residents := self._new_blocks(resident))
             if request_id in self._sources:
                 self._copy(request_id, self._sources.pop(request_id), residents)
+                self.continued_requests += 1
                 self.continued_tokens += life.start
         self.served[request_id] = self.tokens_served(request_id)
         return blocks[start:]

@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_h2o.core.stats import H2OStats
 
@@ -21,6 +21,27 @@ if TYPE_CHECKING:
     from vllm_h2o.core.manager import H2OManager
 
 _PREFIX = "h2o:"
+
+
+class Kept(NamedTuple):
+    """What requests can go on from.
+
+    Attributes:
+        kept_snapshots: In the pool.
+        kept_blocks: Blocks of these, which are free.
+        kept_seconds: Since that of these was used that has not been for longest.
+        kept_files: Snapshots in files.
+        kept_file_bytes: Of all files of the folder, about.
+    """
+
+    kept_snapshots: int = 0
+    kept_blocks: int = 0
+    kept_seconds: float = 0.0
+    kept_files: int = 0
+    kept_file_bytes: int = 0
+
+
+NOTHING_KEPT = Kept()
 
 
 @dataclass
@@ -34,13 +55,14 @@ class StepReport:
         evicted_tokens: Tokens evicted, per layer and head.
         freed_dense_blocks: Dense blocks released by transitions.
         kept_requests: Requests of which what they held at their end was kept.
-        continued_tokens: Tokens not read, by requests that went on from that.
+        continued_requests: Requests that went on from that.
+        continued_tokens: Tokens that these have not read.
         saved_requests: Of the requests of which something was kept those that were to
             be written to a file.
         loaded_requests: Requests that went on from a file.
         failed_loads: Files that were not what they should be.
-        kept_files: Snapshots in files that requests can go on from, now.
-        kept_file_bytes: Of all files of the folder, now, about.
+        kept_snapshots, kept_blocks, kept_seconds, kept_files, kept_file_bytes: What
+            requests can go on from, now: see `Kept`.
         dense_blocks: Blocks of the pool in use that are not resident ones, now.
         resident_blocks: Blocks of requests that are resident, now.
         resident: Requests that are, now.
@@ -54,10 +76,14 @@ class StepReport:
     evicted_tokens: int = 0
     freed_dense_blocks: int = 0
     kept_requests: int = 0
+    continued_requests: int = 0
     continued_tokens: int = 0
     saved_requests: int = 0
     loaded_requests: int = 0
     failed_loads: int = 0
+    kept_snapshots: int = 0
+    kept_blocks: int = 0
+    kept_seconds: float = 0.0
     kept_files: int = 0
     kept_file_bytes: int = 0
     dense_blocks: int = 0
@@ -135,14 +161,14 @@ class Reporter:
         self,
         stats: H2OStats,
         managers: Sequence[H2OManager],
-        files: tuple[int, int] = (0, 0),
+        kept: Kept = NOTHING_KEPT,
     ) -> StepReport:
         """What has happened since the last report, and what is held now.
 
         Args:
             stats: The counters.
             managers: Of the compressed layers.
-            files: Snapshots in files, and bytes of all files.
+            kept: What requests can go on from now.
         """
         pool = managers[0].block_pool
         in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
@@ -154,12 +180,12 @@ class Reporter:
             evicted_tokens=stats.tokens_evicted - before.tokens_evicted,
             freed_dense_blocks=stats.blocks_freed - before.blocks_freed,
             kept_requests=stats.kept_requests - before.kept_requests,
+            continued_requests=stats.continued_requests - before.continued_requests,
             continued_tokens=stats.continued_tokens - before.continued_tokens,
             saved_requests=stats.saved_requests - before.saved_requests,
             loaded_requests=stats.loaded_requests - before.loaded_requests,
             failed_loads=stats.failed_loads - before.failed_loads,
-            kept_files=files[0],
-            kept_file_bytes=files[1],
+            **kept._asdict(),
             dense_blocks=in_use - resident_blocks,
             resident_blocks=resident_blocks,
             resident=resident,

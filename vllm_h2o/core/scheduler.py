@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from vllm_h2o.core import compat
 from vllm_h2o.core.continuing import Continuing
 from vllm_h2o.core.kept_files import KeptFiles
 from vllm_h2o.core.manager import H2OManager, publish_alike
-from vllm_h2o.core.metrics import FAILED_ATTRIBUTE, Reporter
+from vllm_h2o.core.metrics import FAILED_ATTRIBUTE, NOTHING_KEPT, Reporter
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, Load, ResidencyPlan
+from vllm_h2o.core.snapshots import KeptLimits
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.core.summary import summary
@@ -118,7 +120,8 @@ class H2OScheduler(AsyncScheduler):
             self.vllm_config, self.kv_cache_config, self._spec, num_layers, size
         )
         manager, stats = self.h2o_managers[0], self.h2o_stats
-        return Continuing(manager, stats, size, runs_ahead, files)
+        limits = KeptLimits(config.keep_seconds or math.inf, config.keep_sessions)
+        return Continuing(manager, stats, size, runs_ahead, limits, files)
 
     def add_request(self, request: Request) -> None:
         """Queue a request, or end it with an error if it asks for what is not there.
@@ -136,7 +139,7 @@ class H2OScheduler(AsyncScheduler):
             # A session's turns add up.
             room = self.max_model_len if request.resumable else most
             options.check_length(self._limits.config, room)
-            self._check_room(options, room)
+            self._check_room(self._in_session(request, options), room)
         except ValueError as error:
             logger.error("Request %s ends at once: %s", request.request_id, error)
             request.sampling_params = params = copy.copy(request.sampling_params)
@@ -159,6 +162,13 @@ class H2OScheduler(AsyncScheduler):
         if not extra_args:
             return DEFAULTS
         return RequestOptions.parse(extra_args, self._limits, most_tokens)
+
+    def _in_session(self, request: Request, options: RequestOptions) -> RequestOptions:
+        """The options of a request; with the name of a session it goes on by itself."""
+        named = request.session_id and self._continuing is not None
+        if options.continue_ is not None or options.is_full or not named:
+            return options
+        return dataclasses.replace(options, continue_=True)
 
     def _check_room(self, options: RequestOptions, most_tokens: int) -> None:
         """Raise ValueError for a request that the pool will never hold.
@@ -199,7 +209,8 @@ class H2OScheduler(AsyncScheduler):
         most = self._most_tokens(request)
         # Checked on arrival. A session has grown since, so that its share may exceed
         # the engine's budget, and is then capped.
-        options = self._options_of(request, 0)
+        asked = self._options_of(request, 0)
+        options = self._in_session(request, asked)
         climb = self._limits.climb(options.budget, request.num_tokens, most)
         runs_to = most
         if request.num_tokens + 1 < most:  # else it ends with its next token
@@ -215,7 +226,9 @@ class H2OScheduler(AsyncScheduler):
             return hit
         # From 0.33 on vLLM says how much of a request may be a hit.
         most_hit = args[0] if args else kwargs.get("max_cache_hit_length")
-        num_tokens = continuing.hit(request, climb, hit[1], most_hit)
+        # Who does not ask for it goes on from what its own session holds.
+        session = None if asked.continue_ else request.session_id
+        num_tokens = continuing.hit(request, climb, hit[1], most_hit, session)
         if not num_tokens:
             return hit
         return caching.empty_kv_cache_blocks, num_tokens, 0, False
@@ -300,7 +313,7 @@ class H2OScheduler(AsyncScheduler):
         """What the front end's loggers get, with our report in it."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            kept = self._continuing.files() if self._continuing else (0, 0)
+            kept = self._continuing.kept() if self._continuing else NOTHING_KEPT
             report = self._reporter.report(self.h2o_stats, self.h2o_managers, kept)
             stats.num_kv_fetch_reqs_by_stage.update(report.pack())
         return stats

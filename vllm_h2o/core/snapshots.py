@@ -8,11 +8,16 @@ So what has gone is known by that, and no request waits for what is kept.
 from __future__ import annotations
 
 import itertools
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.request import Request
 
@@ -40,12 +45,37 @@ class Snapshot(NamedTuple):
     paths: tuple[str, ...] = ()
 
 
-class _Entry(NamedTuple):
-    """What is kept of a request, with the tokens behind its last whole block."""
+class KeptLimits(NamedTuple):
+    """How long what is kept can be gone on from, and of how many sessions.
+
+    Attributes:
+        seconds: Since it was kept or last used.
+        sessions: The most sessions of which something is kept in the pool; 0: any.
+    """
+
+    seconds: float = math.inf
+    sessions: int = 0
+
+
+@dataclass(eq=False)
+class Entry:
+    """What is kept of a request.
+
+    Attributes:
+        snapshot: What it held.
+        tail: Its tokens behind the last whole block of them.
+        hashes: Of the blocks, while they have not been given away.
+        session: The name that it had.
+        before: What it has itself gone on from.
+        used: When it was kept or last used, by `time.monotonic`.
+    """
 
     snapshot: Snapshot
     tail: list[int]
     hashes: list[BlockHashWithGroupId]
+    session: str | None
+    before: Entry | None
+    used: float
 
     @property
     def is_whole(self) -> bool:
@@ -54,14 +84,21 @@ class _Entry(NamedTuple):
         pairs = zip(blocks, self.hashes, strict=True)
         return all(block.block_hash == mine for block, mine in pairs)
 
+    def forget(self) -> None:
+        """Let nobody go on from it; blocks that have been given away are others'."""
+        for block, mine in zip(self.snapshot.blocks, self.hashes, strict=True):
+            if block.block_hash == mine:
+                block.reset_hash()
+
     def ends_as(self, request: Request, whole: int) -> bool:
         """Whether a request goes on with these tokens behind its whole blocks."""
         return self.tail == request.all_token_ids[whole : self.snapshot.num_tokens]
 
-    def is_same(self, other: _Entry) -> bool:
+    def is_same(self, other: Entry) -> bool:
         """Whether the other, with the same whole blocks, is of the same use."""
         mine, others = self.snapshot.climb, other.snapshot.climb
-        return self.tail == other.tail and mine.suits(others)
+        same = (self.tail, self.session) == (other.tail, other.session)
+        return same and mine.suits(others)
 
 
 def is_known_by_tokens(request: Request) -> bool:
@@ -77,57 +114,119 @@ class Snapshots:
     an adapter and a salt count; the tokens behind them by themselves.
     """
 
-    def __init__(self, hash_block_size: int) -> None:
+    def __init__(
+        self, hash_block_size: int, pool: BlockPool, limits: KeptLimits
+    ) -> None:
         """Begin with none.
 
         Args:
             hash_block_size: Tokens of a block as vLLM hashes them.
+            pool: Whose blocks they are.
+            limits: How long they are of use, and how many.
         """
-        self._size = hash_block_size
-        self._entries: dict[BlockHash, list[_Entry]] = {}
+        self._size, self._pool, self._limits = hash_block_size, pool, limits
+        self._sessions: OrderedDict[str, list[Entry]] = OrderedDict()
+        self._entries: dict[BlockHash, list[Entry]] = {}
         self._serial = itertools.count()
         self._count, self._most = 0, _FEWEST
 
-    def keep(self, request: Request, snapshot: Snapshot) -> None:
+    def keep(
+        self, request: Request, snapshot: Snapshot, before: Snapshot | None = None
+    ) -> Entry:
         """Keep what a request holds, or a copy, in blocks that are about to be freed.
 
         Args:
             request: The request; the tokens that it has computed are known.
             snapshot: What it holds, of a block of tokens at least.
+            before: What it has gone on from.
         """
         end = snapshot.num_tokens
         whole = end // self._size * self._size
         hashes = [self._new_hash() for _ in snapshot.blocks]
         for block, block_hash in zip(snapshot.blocks, hashes, strict=True):
             block.set_block_hash(block_hash)
-        entry = _Entry(snapshot, request.all_token_ids[whole:end], hashes)
+        entry = Entry(
+            snapshot, request.all_token_ids[whole:end], hashes, request.session_id,
+            None, time.monotonic(),
+        )  # fmt: skip
+        if before is not None and entry.session is not None:
+            entry.before = self._of(request, before)
         # The same once more takes the place of what was there.
         beside = self._entries.get(key := self._key(request, whole), [])
         others = [x for x in beside if not x.is_same(entry) and x.is_whole]
         self._entries[key] = [*others, entry]
         self._count += 1 + len(others) - len(beside)
+        if entry.session is not None:
+            self._note_session(entry.session, entry)
         if self._count > self._most:
             self._drop_gone()
+        return entry
 
-    def longest(self, request: Request, most: int, climb: Climb) -> Snapshot | None:
+    def _of(self, request: Request, snapshot: Snapshot) -> Entry | None:
+        """The entry of what a request has gone on from."""
+        whole = snapshot.num_tokens // self._size * self._size
+        entries = self._entries.get(self._key(request, whole), ())
+        return next((x for x in entries if x.snapshot is snapshot), None)
+
+    def _note_session(self, session: str, entry: Entry) -> None:
+        """Give away first what no turn of a session is going to need, and what is of
+        the session that was used least recently, if there are too many.
+
+        The next turn goes on from the newest entry, the last one once more from the
+        entry before it.
+        """
+        mine = self._sessions.setdefault(session, [])
+        mine.append(entry)
+        if entry.before is not None and entry.before.before is not None:
+            self._give_away(entry.before.before)
+            entry.before.before = None
+        self._sessions.move_to_end(session)
+        if 0 < self._limits.sessions < len(self._sessions):
+            _, oldest = self._sessions.popitem(last=False)
+            for other in oldest:
+                self._give_away(other)
+        mine[:] = [x for x in mine if x.is_whole]
+
+    def _give_away(self, entry: Entry) -> None:
+        """Free blocks of an entry before all others, which is then gone."""
+        if not entry.is_whole or entry.session is None:
+            return
+        for block in entry.snapshot.blocks:
+            if block.ref_cnt:  # Another request is about to take a copy.
+                continue
+            self._pool.touch([block])
+            block.reset_hash()
+            self._pool.free_blocks([block])
+
+    def longest(
+        self, request: Request, most: int, climb: Climb, session: str | None = None
+    ) -> Snapshot | None:
         """What is kept of the most tokens that a request begins with.
 
         Args:
             request: The request.
             most: Tokens that it may leave unread.
             climb: The budget that it asks for, which must be the same share, or number.
+            session: Whose it has to be; None: anybody's.
         """
+        now = time.monotonic()
         for whole in range(most // self._size * self._size, 0, -self._size):
             suiting = [
-                entry.snapshot
+                entry
                 for entry in self._entries.get(self._key(request, whole), ())
                 if entry.snapshot.num_tokens <= most
+                and session in (None, entry.session)
+                and now - entry.used <= self._limits.seconds
                 and entry.snapshot.climb.suits(climb)
                 and entry.ends_as(request, whole)
                 and entry.is_whole
             ]
             if suiting:
-                return max(suiting, key=lambda mine: mine.num_tokens)
+                found = max(suiting, key=lambda mine: mine.snapshot.num_tokens)
+                found.used = now
+                if found.session is not None and found.session in self._sessions:
+                    self._sessions.move_to_end(found.session)
+                return found.snapshot
         return None
 
     def same(self, request: Request, num_tokens: int, climb: Climb) -> Snapshot | None:
@@ -136,9 +235,20 @@ class Snapshots:
         for entry in self._entries.get(self._key(request, whole), ()):
             mine = entry.snapshot
             alike = mine.num_tokens == num_tokens and mine.climb.suits(climb)
-            if alike and entry.ends_as(request, whole) and entry.is_whole:
+            same = alike and entry.session == request.session_id
+            if same and entry.ends_as(request, whole) and entry.is_whole:
                 return mine
         return None
+
+    def held(self) -> tuple[int, int, float]:
+        """Snapshots that can be gone on from, their blocks, and the seconds since the
+        one that has not been used for longest was."""
+        now, count, blocks, oldest = time.monotonic(), 0, 0, 0.0
+        for entry in itertools.chain.from_iterable(self._entries.values()):
+            if (age := now - entry.used) <= self._limits.seconds and entry.is_whole:
+                count, oldest = count + 1, max(oldest, age)
+                blocks += len(entry.snapshot.blocks)
+        return count, blocks, oldest
 
     def _key(self, request: Request, whole: int) -> BlockHash:
         return request.block_hashes[whole // self._size - 1]
@@ -154,4 +264,7 @@ class Snapshots:
             if (left := [entry for entry in mine if entry.is_whole])
         }
         self._entries, self._count = entries, sum(map(len, entries.values()))
+        there = {x.session for mine in entries.values() for x in mine}
+        for session in self._sessions.keys() - there:
+            del self._sessions[session]
         self._most = max(_FEWEST, 2 * self._count)

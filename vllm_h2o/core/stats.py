@@ -30,8 +30,8 @@ class H2OStats:
         peak_blocks_in_use: The highest of these at a step.
         preemptions: Requests preempted.
         kept_requests: Requests, or turns of sessions, of which something was kept.
-        continued_tokens: Tokens not read, by requests that went on from that (again
-            after a preemption).
+        continued_requests: Requests that went on from that (again after a preemption).
+        continued_tokens: Tokens that these have not read.
         saved_requests: Of the former those that were to be written to a file.
         loaded_requests: Of the latter those that went on from a file.
         failed_loads: Files that were not what they should be.
@@ -44,6 +44,7 @@ class H2OStats:
     peak_blocks_in_use: int = 0
     preemptions: int = 0
     kept_requests: int = 0
+    continued_requests: int = 0
     continued_tokens: int = 0
     saved_requests: int = 0
     loaded_requests: int = 0
@@ -68,6 +69,7 @@ class H2OStats:
         self.blocks_freed = sum(manager.blocks_freed for manager in managers)
         self.count_blocks(managers)
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, self.blocks_in_use)
+        self.continued_requests = managers[0].continued_requests
         self.continued_tokens = managers[0].continued_tokens
         self.loaded_requests = managers[0].loaded_requests
         self.preemptions += len(output.preempted_req_ids or ())

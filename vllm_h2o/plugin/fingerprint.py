@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from vllm_h2o.calibration.resolve import Resolved
     from vllm_h2o.core.spec import H2OAttentionSpec
 
-_OF_NO_BYTE = ("keep_folder", "keep_size", "keep", "chosen", "resident_why")
+_OF_NO_BYTE = (
+    "keep", "keep_folder", "keep_size", "keep_seconds", "keep_sessions", "chosen",
+    "resident_why",
+)  # fmt: skip
 """Fields of the policy that say nothing of what is held."""
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 """Of files with weights."""

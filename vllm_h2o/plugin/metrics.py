@@ -25,7 +25,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 
-from vllm_h2o.core.metrics import StepReport
+from vllm_h2o.core.metrics import Kept, StepReport
 from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.plugin.requests import limits_of
 
@@ -47,6 +47,7 @@ COUNTERS = {
     "evicted_tokens": "Tokens no longer held, per layer and KV head.",
     "freed_dense_blocks": "Dense blocks that compressed prompts gave back.",
     "kept_requests": "Requests, or turns of sessions, of which something was kept.",
+    "continued_requests": "Requests that went on from that.",
     "continued_tokens": "Tokens not read, by requests that went on from that.",
     "saved_requests": "Requests of which something was to be written to a file.",
     "loaded_requests": "Requests that went on from a file.",
@@ -55,12 +56,13 @@ COUNTERS = {
 GAUGES = {
     "dense_blocks": "Blocks of the pool in use that are not resident ones.",
     "resident_blocks": "Blocks of the pool that compressed requests hold.",
+    "kept_snapshots": "Snapshots in the pool that requests can go on from.",
+    "kept_blocks": "Free blocks of the pool that have these.",
+    "kept_seconds": "Since that of these was used that has not been for longest.",
     "kept_files": "Snapshots in files that requests can go on from.",
     "kept_file_bytes": "Bytes of all files in the folder, about.",
 }
-OF_FILES = (
-    "saved_requests", "loaded_requests", "failed_loads", "kept_files", "kept_file_bytes"
-)  # fmt: skip
+_SELDOM = ("saved_requests", "loaded_requests", "failed_loads", *Kept._fields)
 """Of these the log says those that are not 0."""
 STATES = ("resident", "prefilling", "dense")
 """Of requests, as `StepReport` names them."""
@@ -216,7 +218,7 @@ class _Line:
         counted = (
             f"{name.replace('_', ' ')}: {getattr(total, name)}"
             for name in (*COUNTERS, *GAUGES)
-            if name not in OF_FILES or getattr(total, name)
+            if name not in _SELDOM or getattr(total, name)
         )
         states = (
             f"{state.replace('_', ' ')}: {getattr(total, state)} reqs"

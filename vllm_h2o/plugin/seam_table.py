@@ -171,6 +171,7 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "v1.request:Request.drop_stale_output": ("",),
     "v1.request:Request.num_stale_output_tokens": ("",),
     "v1.request:Request.lora_request": ("",),
+    "v1.request:Request.session_id": ("",),
     "v1.request:RequestStatus.RUNNING": ("",),
     "v1.request:RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": ("",),
     "v1.structured_output.request:StructuredOutputRequest.params": (

@@ -42,6 +42,8 @@ request that can hold all of its tokens is not compressed, so that it takes as m
 memory as without H2O."""
 MOST_POOLING = 1023
 """`pooling`: wider spans are of no use, and cost time at each prompt's end."""
+MOST_SECONDS = 1e9
+"""`keep_seconds`."""
 LEAST_GIB, MOST_GIB = 2**-10, 2**20
 """`keep_size`."""
 _UNITS = (TOKEN, BLOCK)
@@ -72,6 +74,10 @@ class H2OConfig:
         keep_folder: A folder where that is written too, each in files of its own, so
             that it outlives the pool and the engine; empty: none.
         keep_size: GiB of files in this folder at most, of all engines that use it.
+        keep_seconds: After which what is kept and has not been used is not gone on from
+            any more; 0: however old it is.
+        keep_sessions: Sessions (vLLM's `session_id`) of which something is kept in the
+            pool at most; 0: any number.
         positions: `"cache"`: keys move up before they are farther back than the model
             was trained for (`vllm_h2o.policy.reach`), so that texts may be longer;
             `"text"`: they stay where they are in the text.
@@ -154,6 +160,19 @@ class H2OConfig:
         "GiB of files in that folder at most, of all engines that use it; what has "
         "not been used for longest goes.",
         float,
+    )
+    keep_seconds: float = option(
+        0.0,
+        "Seconds after which what stays and has not been used is of no use any more; "
+        "0: however old it is.",
+        float,
+    )
+    keep_sessions: int = option(
+        0,
+        "Sessions (session_id, X-Session-ID) of which something stays in the pool at "
+        "most, of the others first goes what has not been used for longest; 0: any "
+        "number.",
+        int,
     )
     positions: str = option(
         TEXT,
@@ -247,6 +266,8 @@ class H2OConfig:
         check_choice("keep", self.keep, KEEPS)
         if not isinstance(self.keep_folder, str):
             raise bad("keep_folder", self.keep_folder, "use the path of a folder")
+        check_number("keep_seconds", self.keep_seconds, 0.0, MOST_SECONDS)
+        check_int("keep_sessions", self.keep_sessions, 0, MOST_TOKENS)
         check_number("keep_size", self.keep_size, LEAST_GIB, MOST_GIB)
         check_choice("positions", self.positions, _POSITIONS)
         if not isinstance(self.head_budgets, str) or not self.head_budgets:

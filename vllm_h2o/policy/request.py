@@ -150,7 +150,8 @@ class RequestOptions:
             `H2OConfig.prefill_chunk`; 0: it is read whole.
         keep: What stays of it when it has ended, see `H2OConfig.keep`.
         continue_: Whether it goes on from what has stayed of a request that it begins
-            with the tokens of: these are not read again.
+            with the tokens of: these are not read again. None: it does so if it has
+            the name of a session, from what has stayed of that session's requests.
         report: Whether its answer comes with what it got.
     """
 
@@ -159,7 +160,7 @@ class RequestOptions:
     observation_window: int | str | None = None
     prefill_chunk: int | None = None
     keep: str | None = None
-    continue_: bool = False
+    continue_: bool | None = None
     report: bool = False
 
     @property
@@ -346,7 +347,9 @@ class RequestOptions:
         self._check_keeps("keep", self.keep, config)
         return self.keep
 
-    def _parsed_continue(self, config: H2OConfig) -> bool:
+    def _parsed_continue(self, config: H2OConfig) -> bool | None:
+        if self.continue_ is None:
+            return None
         parsed = _parsed_bool("continue", self.continue_)
         if parsed:
             self._check_keeps("continue", self.continue_, config)

@@ -211,7 +211,11 @@ NEEDS = (
 
 
 IDLE = (
-    Idle(("keep_size",), "keep_folder", _NO_FOLDER, use="a folder"),
+    Idle(
+        ("keep_seconds", "keep_sessions"),
+        "keep", _one_of(NONE), use=f"h2o_keep={END!r}",
+    ),
+    Idle(("keep_size",), "keep_folder", _NO_FOLDER, use="h2o_keep_folder=FOLDER"),
     Idle(
         ("observation_window", "pooling"),
         "prompt_score", _one_of(GATE), use=f"h2o_prompt_score={ATTENTION!r}",
