@@ -90,7 +90,10 @@ def assert_same(found, expected):
                 assert all(map(torch.equal, layer, others))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * (i > 1)) for i, x in enumerate(CASES)],
+)
 @pytest.mark.rule("R27")
 def test_another_engine_goes_on_as_the_pool_does(llama, kept, name):
     options = OPTIONS | CASES[name] | {"h2o_keep_folder": str(kept)}

@@ -104,10 +104,11 @@ def joined(ranks):
     ("budgets", "options"),
     [
         pytest.param("uniform", {}, marks=pytest.mark.slow),
-        (
+        pytest.param(
             "uniform",
             {"save": save_lfm2, "compilation_config": ROTATES_ALL_HEADS}
             | {"h2o_prefill_chunk": 256},
+            marks=pytest.mark.slow,
         ),
         # Uniform and in int8 in test_int8.
         pytest.param("by head", {"save": SINKS, "seed": 3}, marks=pytest.mark.slow),
