@@ -43,9 +43,10 @@ def main(argv: list[str] | None = None) -> None:
                 name = f"{system} {budget or ''}".strip()
                 key = f"{name}, {drafts} drafts, {requests} requests"
                 found.setdefault(key, []).append(seen)
+                print(line(key, [seen]), flush=True)
+            write_json(args, turns=found)
     for key, turns in found.items():
         print(line(key, turns), flush=True)
-    write_json(args, turns=found)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
