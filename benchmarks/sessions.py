@@ -191,86 +191,106 @@ class Session:
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Inside the process: one engine, all sessions."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from vllm_h2o import stats
 
     model, shapes = job["model"] or str(ensure_model()), sessions(job)
-    needed = [sum(max(x.tokens - x.shared, 1) for x in mine) for mine in shapes]
     longest = max(x.tokens + x.answer for mine in shapes for x in mine)
     options: dict[str, Any] = ENGINE_ARGS | {"enable_prefix_caching": True}
     options |= {"max_model_len": longest + options["block_size"]} | job["engine_args"]
-    h2o: dict[str, Any] = {}
-    reads = {"h2o": {"continue": False}} if job["system"] == AGAIN else None
-    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="h2o_sessions_")
-    if job["system"] != STOCK:
-        h2o = {"kv_policy": "h2o", "h2o_budget": job["budget"], "h2o_keep": "end"}
-    if job["system"] == FILES:
-        h2o |= {"h2o_keep_folder": folder.name, "h2o_keep_size": 4.0}
-    llm = LLM(
-        model,
-        kv_cache_memory_bytes=_pool_bytes(model, options, job["pool_tokens"]),
-        disable_log_stats=False,
-        **options,
-        **h2o,
-    )
-    source = prompt_source(SOTU, model, 0)
-    starts = [sum(needed[:i]) for i in range(len(needed))]
-    open_: list[tuple[float, int, Session]] = []
-    for i, (mine, count, first) in enumerate(zip(shapes, needed, starts, strict=True)):
-        text = [source[(first + k) % len(source)] for k in range(count + len(mine))]
-        open_.append((mine[0].pause + i, i, Session(f"s{i}", mine, text)))
-    heapq.heapify(open_)
-    running: dict[str, tuple[Session, list[int], float]] = {}
-    samples: list[dict[str, float]] = []
-    llm.generate({"prompt_token_ids": source[-40:]}, SamplingParams(max_tokens=4))
-    begun = time.perf_counter()
-    while open_ or running:
-        now = time.perf_counter() - begun
-        while open_ and open_[0][0] <= now:
-            _, i, session = heapq.heappop(open_)
-            shape = session.next_shape
-            assert shape is not None
-            prompt = session.prompt()
-            asked = SamplingParams(
-                temperature=0.0, max_tokens=shape.answer, ignore_eos=True,
-                detokenize=False,
-                extra_args=reads,
-            )  # fmt: skip
-            name = f"{i}:{session.number}"
-            llm.llm_engine.add_request(
-                name, {"prompt_token_ids": prompt}, asked, session_id=session.name
-            )
-            running[name] = session, prompt, time.perf_counter()
-        if not running:
-            time.sleep(max(open_[0][0] - (time.perf_counter() - begun), 0))
-            continue
-        for output in llm.llm_engine.step():
-            if not output.finished:
+    options["kv_cache_memory_bytes"] = _pool_bytes(model, options, job["pool_tokens"])
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="h2o_sessions_") as folder:
+        if job["system"] != STOCK:
+            options |= {"kv_policy": "h2o", "h2o_budget": job["budget"]}
+            options["h2o_keep"] = "end"
+        if job["system"] == FILES:
+            options |= {"h2o_keep_folder": folder, "h2o_keep_size": 4.0}
+        llm = LLM(model, disable_log_stats=False, **options)
+        replay = Replay(llm, shapes, prompt_source(SOTU, model, 0))
+        if job["system"] == AGAIN:
+            replay.extra_args = {"h2o": {"continue": False}}
+        seconds = replay.run()
+        counters = {} if job["system"] == STOCK else stats(llm)
+        llm.llm_engine.engine_core.shutdown()
+    return {"seconds": seconds, "samples": replay.samples, "counters": counters}
+
+
+class Replay:
+    """Sessions that are served by one engine, each by its own clock."""
+
+    def __init__(self, llm: Any, shapes: list[list[Shape]], source: list[int]) -> None:
+        """Begin one session a second.
+
+        Args:
+            llm: The engine.
+            shapes: Of each session's requests.
+            source: Token ids of prose, of which each session has its own part.
+        """
+        self._llm, self.samples = llm, list[dict[str, float]]()
+        self.extra_args: dict[str, Any] | None = None
+        self._due: list[tuple[float, int]] = []
+        self._sessions: list[Session] = []
+        self._running: dict[str, tuple[int, list[int]]] = {}
+        first = 0
+        for number, mine in enumerate(shapes):
+            count = sum(max(x.tokens - x.shared, 1) for x in mine) + len(mine)
+            text = [source[(first + i) % len(source)] for i in range(count)]
+            first += count
+            self._sessions.append(Session(f"s{number}", mine, text))
+            heapq.heappush(self._due, (mine[0].pause + number, number))
+
+    def run(self) -> float:
+        """Serve all requests; the seconds that it took."""
+        begun = time.perf_counter()
+        while self._due or self._running:
+            now = time.perf_counter() - begun
+            while self._due and self._due[0][0] <= now:
+                self._send(heapq.heappop(self._due)[1])
+            if not self._running:
+                time.sleep(self._due[0][0] - now)
                 continue
-            name = next(x for x in running if output.request_id.startswith(x))
-            session, prompt, _ = running.pop(name)
-            cached = output.num_cached_tokens or 0
-            samples.append(
-                {
-                    "session": int(name.split(":")[0]),
-                    "number": session.number,
-                    "tokens": len(prompt),
-                    "shared": session.shared,
-                    "read": len(prompt) - cached,
-                    "answer": len(output.outputs[0].token_ids),
-                    "first_token_s": output.metrics.first_token_latency,
-                }
-            )
-            session.answered(prompt, list(output.outputs[0].token_ids))
-            if (shape := session.next_shape) is not None:
-                at = time.perf_counter() - begun + shape.pause
-                heapq.heappush(open_, (at, int(name.split(":")[0]), session))
-    seconds = time.perf_counter() - begun
-    counters = {} if job["system"] == STOCK else stats(llm)
-    llm.llm_engine.engine_core.shutdown()
-    folder.cleanup()
-    return {"seconds": seconds, "samples": samples, "counters": counters}
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    self._end(output, time.perf_counter() - begun)
+        return time.perf_counter() - begun
+
+    def _send(self, number: int) -> None:
+        from vllm import SamplingParams
+
+        session = self._sessions[number]
+        shape = session.next_shape
+        assert shape is not None
+        prompt = session.prompt()
+        asked = SamplingParams(
+            temperature=0.0, max_tokens=shape.answer, ignore_eos=True,
+            detokenize=False, extra_args=self.extra_args,
+        )  # fmt: skip
+        name = f"{session.name}.{session.number}."
+        self._llm.llm_engine.add_request(
+            name, {"prompt_token_ids": prompt}, asked, session_id=session.name
+        )
+        self._running[name] = number, prompt
+
+    def _end(self, output: Any, now: float) -> None:
+        # vLLM adds to the ids that it is given.
+        name = next(x for x in self._running if output.request_id.startswith(x))
+        number, prompt = self._running.pop(name)
+        session, answer = self._sessions[number], list(output.outputs[0].token_ids)
+        self.samples.append(
+            {
+                "session": number,
+                "number": session.number,
+                "tokens": len(prompt),
+                "shared": session.shared,
+                "read": len(prompt) - (output.num_cached_tokens or 0),
+                "answer": len(answer),
+                "first_token_s": output.metrics.first_token_latency,
+            }
+        )
+        session.answered(prompt, answer)
+        if (shape := session.next_shape) is not None:
+            heapq.heappush(self._due, (now + shape.pause, number))
 
 
 def _pool_bytes(model: str, options: dict[str, Any], tokens: int) -> int:

@@ -1,7 +1,11 @@
 """Prompts in chunks, and what a request goes on from."""
 
+import math
+import os
 import random
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -187,23 +191,52 @@ def test_a_session_that_was_refused_leaves_the_engine_alone():
 @pytest.mark.rule("R28")
 def test_what_no_turn_needs_any_more_is_given_away_first():
     """What the last turn but one has held: not a stranger's that is older."""
-    driver = Driver(40, budget=64, chunk=200, keep="end")
+    driver = Driver(64, budget=64, chunk=200, keep="end")
     stranger = kept_turn(driver, 99)
-    turns = [list(range(1, 101))]
-    for _ in range(3):
-        name = driver.add(turns[-1], 20, named="mine")
-        driver.drain()
-        turns.append([*driver.requests[name].all_token_ids, 5])
+    turns = told_turns(driver, list(range(1, 101)), "mine", 2)
     snapshots = driver.scheduler._continuing._snapshots
+    oldest, _ = snapshots._sessions["mine"]
+    gone = {block.block_id for block in oldest.snapshot.blocks}
+    turns += told_turns(driver, turns[-1], "mine", 1)
     assert snapshots.held()[:2] == (3, 12), "the stranger's, and two of the session"
-    used = 39 - driver.pool.get_num_free_blocks()
-    assert used == 0
-    name = driver.add(list(range(3000, 3000 + 16 * 12)), 20)
-    driver.drain()
-    for turn, goes_on in ((stranger, True), (turns[-1], True), (turns[-2], True)):
+    free = driver.pool.free_block_queue.get_all_free_blocks()
+    assert {block.block_id for block in free[: len(gone)]} == gone
+    for turn in (stranger, turns[-1], turns[-2]):
         driver.add(turn + [5], 2, **{"continue": True})
-        assert bool(driver.schedule().h2o_plan.copies) == goes_on
+        assert driver.schedule().h2o_plan.copies
         driver.drain()
+    driver.assert_pool_whole()
+
+
+def told_turns(driver, turn, session, count):
+    """What so many turns of a session begin with, each from the one before."""
+    told = []
+    for _ in range(count):
+        name = driver.add(turn, 20, named=session)
+        driver.drain()
+        turn = [*driver.requests[name].all_token_ids, 5]
+        told.append(turn)
+    return told
+
+
+@pytest.mark.rule("R28")
+@pytest.mark.parametrize("other", ["mine", "fork"])
+def test_what_several_have_gone_on_from_stays(other):
+    """Turns of the same session, or of another that asks for it."""
+    driver = Driver(64, budget=64, chunk=200, keep="end")
+    begins = told_turns(driver, list(range(1, 101)), "mine", 1)[0]
+    asks = {"continue": True} if other == "fork" else {}
+    branches = []
+    for more in ([6] * 9, [7] * 9):
+        name = driver.add(begins + more, 20, named=other, **asks)
+        assert driver.schedule().h2o_plan.copies
+        driver.drain()
+        branches.append([*driver.requests[name].all_token_ids, 5])
+    for turn in branches:
+        told_turns(driver, turn, other, 2)
+    name = driver.add(begins + [8] * 9, 20, named="mine")
+    assert driver.schedule().h2o_plan.copies, "the third goes on from there too"
+    driver.drain()
     driver.assert_pool_whole()
 
 
@@ -224,17 +257,95 @@ def test_only_so_many_sessions_are_kept(monkeypatch):
 
 @pytest.mark.parametrize("files", [False, True])
 def test_what_is_old_is_of_no_use(files, monkeypatch):
+    """Since it was used last."""
     driver = Driver(64, budget=64, chunk=200, keep="end", files=files, keep_seconds=60)
     turn = kept_turn(driver) + [5]
     driver.draw.random = lambda: 0.5  # no file is lost, and none fails
-    real = time.monotonic, time.time
+    clock, clocks = [0.0], (time.monotonic, time.time)
+    monkeypatch.setattr("time.monotonic", lambda: clocks[0]() + clock[0])
+    monkeypatch.setattr("time.time", lambda: clocks[1]() + clock[0])
+    utime = os.utime
+    monkeypatch.setattr("os.utime", lambda path: utime(path, (time.time(),) * 2))
     for later, goes_on in ((50, True), (100, True), (170, False)):
-        monkeypatch.setattr("time.monotonic", lambda later=later: real[0]() + later)
-        monkeypatch.setattr("time.time", lambda later=later: real[1]() + later)
+        clock[0] = later
+        if files:
+            written(driver)
+            driver.pool.reset_prefix_cache()  # what the pool has
         driver.add(turn, 2, **{"continue": True, "keep": "none"})
         plan = driver.schedule().h2o_plan
-        assert bool(plan.copies or plan.loads) == goes_on, later
+        assert bool(plan.loads if files else plan.copies) == goes_on, later
         driver.drain()
+
+
+def test_a_prompt_that_is_read_once_more_is_used(monkeypatch):
+    """It is kept as long as one that was new."""
+    driver = Driver(64, budget=64, chunk=200, keep="prompt", keep_seconds=60)
+    clock, real = [0.0], time.monotonic
+    monkeypatch.setattr("time.monotonic", lambda: real() + clock[0])
+    for clock[0] in (0.0, 100.0):
+        kept_turn(driver)
+    driver.add([*range(1, 101), 5, 6], 2, **{"continue": True, "keep": "none"})
+    assert driver.schedule().h2o_plan.copies
+
+
+def test_the_folder_has_a_size(tmp_path):
+    """What has not been used for longest goes, whoever wrote it."""
+    driver = Driver(64, budget=64, chunk=200, keep="end", files=True)
+    files = driver.scheduler._continuing._files
+    driver.draw.random = lambda: 0.5
+    turns = [kept_turn(driver, n) for n in (100, 99)]
+    stranger = Path(driver.folder.name) / "1-other" / written(driver)[0].name
+    stranger.parent.mkdir()
+    stranger.write_bytes(bytes(5000))
+    os.utime(stranger, (1, 1))
+    size = written(driver)[0].stat().st_size
+    files._most, files._block_bytes, files._counted = 5000 + 2 * size, 1, -math.inf
+    turns.append(kept_turn(driver, 98))
+    assert not stranger.exists() and len(written(driver)) == 3
+    files._most, files._counted = 2 * size, -math.inf
+    turns.append(kept_turn(driver, 97))
+    assert len(written(driver)) == 2
+    driver.pool.reset_prefix_cache()
+    for turn, goes_on in zip(turns, (False, False, True, True), strict=True):
+        driver.add(turn + [5], 2, **{"continue": True, "keep": "none"})
+        assert bool(driver.schedule().h2o_plan.loads) == goes_on
+        driver.drain()
+
+
+def written(driver):
+    """Files of the driver's own engine, once steps have run that write them."""
+    while driver.scheduler._continuing._saves:
+        driver.schedule()
+        driver.process()
+    own = driver.scheduler._continuing._files._own
+    return sorted(own.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+
+
+def test_a_folder_that_can_not_be_used_ends_nothing(monkeypatch):
+    """Removed while the engine runs, then full, then unreadable."""
+    driver = Driver(64, budget=64, chunk=200, keep="end", files=True)
+    driver.draw.random = lambda: 0.5
+    turn = kept_turn(driver) + [5]
+    assert written(driver)
+    shutil.rmtree(driver.folder.name)
+    driver.pool.reset_prefix_cache()
+    driver.add(turn, 2, **{"continue": True})
+    assert not driver.schedule().h2o_plan.loads
+    driver.drain()
+    assert not driver.scheduler._continuing._saves, "there is no folder for it"
+    Path(driver.folder.name).mkdir()
+    kept_turn(driver, 90)
+    assert written(driver), "it is there again"
+
+    def fails(*args, **kwargs):
+        raise OSError(5, "Input/output error")
+
+    for broken in ("os.stat", "os.scandir", "os.utime"):
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, fails)
+            driver.add(list(range(1, 91)) + [7] * 9, 2, **{"continue": True})
+            driver.drain()
+    driver.assert_pool_whole()
 
 
 def test_what_is_kept_is_given_away_before_anything_waits():
@@ -300,9 +411,10 @@ def test_conversations_in_any_order(options):
         if draw.random() < 0.25:
             turn = draw.choice(told[-6:])
             asked = {"continue": True} if draw.random() < 0.8 else {}
+            named = draw.choice([None, None, "a", "b"])
             more = [draw.randrange(9)] * draw.choice([1, 5, 20, 60])
             tokens = (turn + more)[: MAX_MODEL_LEN - 20]
-            driver.add(tokens, draw.choice([1, 4, 20]), **asked)
+            driver.add(tokens, draw.choice([1, 4, 20]), named=named, **asked)
         if len(driver.in_flight) < depth:
             plan = driver.schedule().h2o_plan
             gone_on += len(plan.copies) > 0

@@ -270,6 +270,15 @@ def test_examples(server, command):
     assert held[0] == "64" and len(held) == (2 if "py" in str(command[1]) else 1)
 
 
+def test_a_prompt_is_read_by_one_server_and_answered_by_another(server):
+    """By the same here: it goes on from the pool."""
+    command = [sys.executable, EXAMPLES / "prefill_decode.py", server.base, server.base]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    known, tokens = map(int, re.match(r"(\d+) of (\d+) not read", done.stdout).groups())
+    assert known == tokens - 1 > 400
+
+
 def test_metrics_say_what_is_evicted(server):
     """Of one that is compressed, one with less than the server's budget, a full one."""
     before = server.metrics('engine="0"')

@@ -55,6 +55,8 @@ PARTIAL = ".partial"
 """What the name of a file ends in until it is whole."""
 _UNFINISHED = 3600.0
 """Seconds after which nobody writes to a partial file any more."""
+_SECONDS_BETWEEN_COUNTS = 10.0
+_MOST_ASKED = 256
 _ASKED = 60.0
 """Seconds in which a file that was asked for should be there."""
 _SETTLED = 0.1
@@ -110,6 +112,7 @@ class KeptFiles:
         self._said: set[str] = set()
         self._remove_unfinished()
         self._begin()
+        self._counted = time.monotonic()
         self._used = sum(size for _, size, _ in self._all_files())
 
     @classmethod
@@ -206,7 +209,7 @@ class KeptFiles:
         """Whether a snapshot has been used lately enough; else it is removed."""
         try:
             age = time.time() - os.stat(found.paths[0]).st_mtime
-        except FileNotFoundError:
+        except OSError:
             return False
         if age > self._seconds:
             self.drop(found.paths)
@@ -235,11 +238,16 @@ class KeptFiles:
             for (stem, token), by_rank in sorted(there.items())
             if len(by_rank) == self._ranks and (stem, token) not in self._dropped
         }
-        for stem in self._entries.keys() - whole.keys():
-            self._remove(stem)
+        for stem, entry in list(self._entries.items()):
+            if whole.get(stem) != entry.snapshot.paths:
+                self._remove(stem)
         for stem in whole.keys() - self._entries.keys():
-            entry = _read(whole[stem])
-            if entry is None:
+            try:
+                entry = _read(whole[stem])
+            except OSError:
+                continue  # It has just been removed, or can not be read now.
+            except _DAMAGED as error:
+                logger.warning("H2O removes %s: %s", whole[stem][0], str(error))
                 self.drop(whole[stem])
                 continue
             self._entries[stem] = entry
@@ -280,7 +288,7 @@ class KeptFiles:
                 _touch(self._entries[stem].snapshot.paths)
                 return None
             now = time.monotonic()
-            if now - self._asked.get(stem, -_ASKED) < _ASKED:
+            if now - self._asked.get(stem, -math.inf) < _ASKED:
                 return None
             if num_bytes > self._most or not self._make_room(num_bytes):
                 return None
@@ -288,6 +296,9 @@ class KeptFiles:
         except OSError as error:
             self._say(error)
             return None
+        if len(self._asked) > _MOST_ASKED:
+            asked = self._asked.items()
+            self._asked = {x: at for x, at in asked if now - at < _ASKED}
         self._asked[stem] = now
         self._used += num_bytes
         ids = [block.block_id for block in held.blocks]
@@ -296,6 +307,10 @@ class KeptFiles:
 
     def _make_room(self, num_bytes: int) -> bool:
         """Remove what has not been used for longest, where the folder is full."""
+        now = time.monotonic()
+        if now - self._counted > _SECONDS_BETWEEN_COUNTS:  # Others write too.
+            self._counted = now
+            self._used = sum(size for _, size, _ in self._all_files())
         if self._used + num_bytes <= self._most:
             return True
         files = sorted(self._all_files())
@@ -362,23 +377,30 @@ def _touch(paths: tuple[str, ...]) -> None:
             return  # Removed by another engine: the workers will say so.
 
 
-def _read(paths: tuple[str, ...]) -> _Entry | None:
-    """What files are of; None: they do not say, or are not whole."""
-    try:
-        with safe_open(paths[0], "pt") as file:
-            text = file.metadata()[METADATA]
-        name = _NAME.fullmatch(Path(paths[0]).name)
-        if name is None or name[1].partition("-")[2] != _detail(text):
-            raise ValueError("it is not what its name says")
-        about = json.loads(text)
-        climb = about["climb"]
-        ladder = climb.pop("ladder")
-        budgets, lengths = tuple(ladder.pop("budgets")), tuple(ladder.pop("lengths"))
-        ladder = Ladder(**ladder, budgets=budgets, lengths=lengths)
-        snapshot = Snapshot(
-            [], about["tokens"], Climb(ladder, **climb), about["scored_from"], paths
-        )
-        return _Entry(snapshot, about["tail"], about["session"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        logger.warning("H2O removes %s: %s", paths[0], str(error))
-        return None
+_DAMAGED = (SafetensorError, KeyError, TypeError, ValueError, AttributeError)
+
+
+def _read(paths: tuple[str, ...]) -> _Entry:
+    """What files are of, as the first of them says.
+
+    Raises:
+        OSError: It can not be read.
+        Exception: One of `_DAMAGED`: it does not say, or is not whole.
+    """
+    with safe_open(paths[0], "pt") as file:
+        text = file.metadata()[METADATA]
+    name = _NAME.fullmatch(Path(paths[0]).name)
+    if name is None or name[1].partition("-")[2] != _detail(text):
+        raise ValueError("it is not what its name says")
+    about = json.loads(text)
+    climb = about["climb"]
+    ladder = climb.pop("ladder")
+    budgets, lengths = tuple(ladder.pop("budgets")), tuple(ladder.pop("lengths"))
+    snapshot = Snapshot(
+        [],
+        about["tokens"],
+        Climb(Ladder(**ladder, budgets=budgets, lengths=lengths), **climb),
+        about["scored_from"],
+        paths,
+    )
+    return _Entry(snapshot, about["tail"], about["session"])

@@ -66,7 +66,8 @@ class Entry:
         tail: Its tokens behind the last whole block of them.
         hashes: Of the blocks, while they have not been given away.
         session: The name that it had.
-        before: What it has itself gone on from.
+        before: What it has itself gone on from, of the same session.
+        followers: Entries that came of this one.
         used: When it was kept or last used, by `time.monotonic`.
     """
 
@@ -74,8 +75,9 @@ class Entry:
     tail: list[int]
     hashes: list[BlockHashWithGroupId]
     session: str | None
-    before: Entry | None
     used: float
+    before: Entry | None = None
+    followers: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -147,39 +149,44 @@ class Snapshots:
             block.set_block_hash(block_hash)
         entry = Entry(
             snapshot, request.all_token_ids[whole:end], hashes, request.session_id,
-            None, time.monotonic(),
+            time.monotonic(),
         )  # fmt: skip
         if before is not None and entry.session is not None:
             entry.before = self._of(request, before)
         # The same once more takes the place of what was there.
         beside = self._entries.get(key := self._key(request, whole), [])
-        others = [x for x in beside if not x.is_same(entry) and x.is_whole]
+        for other in (x for x in beside if x.is_same(entry)):
+            self._give_away(other)
+        others = [x for x in beside if x.is_whole]
         self._entries[key] = [*others, entry]
         self._count += 1 + len(others) - len(beside)
         if entry.session is not None:
             self._note_session(entry.session, entry)
-        if self._count > self._most:
+        if max(self._count, len(self._sessions)) > self._most:
             self._drop_gone()
         return entry
 
     def _of(self, request: Request, snapshot: Snapshot) -> Entry | None:
-        """The entry of what a request has gone on from."""
+        """The entry of what a request has gone on from, if it is its own session's."""
         whole = snapshot.num_tokens // self._size * self._size
         entries = self._entries.get(self._key(request, whole), ())
-        return next((x for x in entries if x.snapshot is snapshot), None)
+        mine = (x for x in entries if x.session == request.session_id)
+        return next((x for x in mine if x.snapshot is snapshot), None)
 
     def _note_session(self, session: str, entry: Entry) -> None:
         """Give away first what no turn of a session is going to need, and what is of
         the session that was used least recently, if there are too many.
 
         The next turn goes on from the newest entry, the last one once more from the
-        entry before it.
+        entry before it. What several turns have gone on from stays.
         """
         mine = self._sessions.setdefault(session, [])
         mine.append(entry)
-        if entry.before is not None and entry.before.before is not None:
-            self._give_away(entry.before.before)
-            entry.before.before = None
+        if (last := entry.before) is not None:
+            last.followers += 1
+            if last.before is not None and last.before.followers == 1:
+                self._give_away(last.before)
+            last.before = None
         self._sessions.move_to_end(session)
         if 0 < self._limits.sessions < len(self._sessions):
             _, oldest = self._sessions.popitem(last=False)
@@ -188,15 +195,16 @@ class Snapshots:
         mine[:] = [x for x in mine if x.is_whole]
 
     def _give_away(self, entry: Entry) -> None:
-        """Free blocks of an entry before all others, which is then gone."""
-        if not entry.is_whole or entry.session is None:
-            return
-        for block in entry.snapshot.blocks:
-            if block.ref_cnt:  # Another request is about to take a copy.
-                continue
-            self._pool.touch([block])
+        """Have the blocks of an entry, which is then gone, given away before others."""
+        for block, mine in zip(entry.snapshot.blocks, entry.hashes, strict=True):
+            if block.block_hash != mine:
+                continue  # It is another's.
+            free = block.ref_cnt == 0  # Else somebody is about to free it.
+            if free:
+                self._pool.touch([block])
             block.reset_hash()
-            self._pool.free_blocks([block])
+            if free:
+                self._pool.free_blocks([block])
 
     def longest(
         self, request: Request, most: int, climb: Climb, session: str | None = None
@@ -237,6 +245,7 @@ class Snapshots:
             alike = mine.num_tokens == num_tokens and mine.climb.suits(climb)
             same = alike and entry.session == request.session_id
             if same and entry.ends_as(request, whole) and entry.is_whole:
+                entry.used = time.monotonic()
                 return mine
         return None
 

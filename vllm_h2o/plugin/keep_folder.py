@@ -40,8 +40,10 @@ def check_keep_folder(vllm_config: VllmConfig, config: H2OConfig) -> None:
     elif parallel.pipeline_parallel_size > 1:
         why = "a stage of a pipeline has some layers only: use "
         why += "--pipeline-parallel-size 1"
-    elif parallel.nnodes > 1:
-        why = "files are looked for on one machine: use --nnodes 1"
+    elif parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        # Files are looked for on this machine.
+        why = "ranks may be on other machines: use --nnodes 1 and "
+        why += "--distributed-executor-backend mp"
     if why := why or _why_not(Path(config.keep_folder), config.keep_size):
         raise bad("keep_folder", config.keep_folder, f"{why}, or drop it")
 
