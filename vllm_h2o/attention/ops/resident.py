@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,6 +74,13 @@ class LogOfDraft:
             self.content |= {"key_scales": key_scale, "value_scales": value_scale}
 
 
+class _Place(NamedTuple):
+    """Some slots' content: in which tensor, and where."""
+
+    part: torch.Tensor
+    at: tuple[Any, ...]
+
+
 class Resident:
     """The slots of one request in one KV head."""
 
@@ -102,6 +111,12 @@ class Resident:
             self.places = [
                 (own.layers[page.layer], blocks[page.column]) for page in held
             ]
+        self.owners = list(dict.fromkeys(pages for pages, _ in self.places))
+        """The pages of all layers in which this head has some."""
+        device = self.blocks.device
+        owned = [self.owners.index(pages) for pages, _ in self.places]
+        self._owner = torch.tensor(owned, device=device)
+        self._block = torch.tensor([block for _, block in self.places], device=device)
         grown_at = 0 if rows.grown_at is None else int(rows.grown_at[row])
         before = self.layout.budget
         if grown_at:
@@ -124,19 +139,33 @@ class Resident:
 
     def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
         """Copy of the slots' content, `[n, ...]`."""
-        if self.lent:
-            pages = [self.page(what, number) for number in range(len(self.places))]
-            return torch.cat(pages)[slots]
-        mine = _part(self.pages, what)[self.blocks, self.head]
-        tokens = mine.transpose(1, 2) if what == "keys" else mine
-        return tokens.flatten(0, 1)[slots]
+        like = _part(self.pages, what)
+        width = like.shape[2:-1] if what == "keys" else like.shape[3:]
+        content = like.new_empty((len(slots), *width))
+        for mine, place in self._by_owner(what, slots):
+            content[mine] = place.part[place.at]
+        return content
 
     def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
         """Overwrite the slots' content."""
-        numbers, size = slots // self.layout.block_size, self.layout.block_size
-        for number in numbers.unique().tolist():
-            mine = numbers == number
-            self.page(what, number)[slots[mine] % size] = content[mine]
+        for mine, place in self._by_owner(what, slots):
+            place.part[place.at] = content[mine]
+
+    def _by_owner(
+        self, what: str, slots: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor | slice, _Place]]:
+        """Where the content of slots is: of those in one layer's pages at a time."""
+        number, i = slots // self.layout.block_size, slots % self.layout.block_size
+        owners, block = self._owner[number], self._block[number]
+        for which, pages in enumerate(self.owners):
+            mine: torch.Tensor | slice = slice(None)
+            if len(self.owners) > 1:
+                mine = (owners == which).nonzero()[:, 0]
+                if not len(mine):
+                    continue
+            part, at = _part(pages, what), (block[mine], self.head)
+            index = (*at, slice(None), i[mine]) if what == "keys" else (*at, i[mine])
+            yield mine, _Place(part, index)
 
     def scores(self, slots: torch.Tensor) -> torch.Tensor:
         """What the tokens in these slots are compared by."""
