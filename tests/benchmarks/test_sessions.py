@@ -33,7 +33,7 @@ def test_shapes_are_scaled():
 
 @pytest.mark.slow
 def test_each_system_serves_them(tmp_path, capsys):
-    """The larger the pool the more find their session; all do so from files."""
+    """All requests; whether they find their session is not judged here."""
     output = tmp_path / "sessions.json"
     options = "--sessions 4 --requests 3 --scale 160 --pace 1000 --pool-tokens 1600"
     sessions.main([*options.split(), "--budget", "25%", "--output", str(output)])

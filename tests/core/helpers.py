@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -9,6 +10,7 @@ import math
 import random
 import tempfile
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -25,10 +28,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -169,6 +173,7 @@ class Driver:
         depth: int = 1,
         drafts: int = 0,
         files: bool = False,
+        transfer: dict[str, Any] | None = None,
         **limits: float,
     ) -> None:
         """Make the scheduler.
@@ -183,12 +188,16 @@ class Driver:
             drafts: Of a request in a step, at most.
             files: Whether what is kept goes to files too, of which some are not
                 written, and some fail.
+            transfer: vLLM's `kv_transfer_config`.
             limits: `keep_seconds` and `keep_sessions`.
         """
         config = config_of(
             window, budget, chunk, policy, resident, beside, prefill_chunk, keep, depth,
             drafts, files,
         )  # fmt: skip
+        if transfer is not None:
+            config = copy.copy(config)
+            config.kv_transfer_config = KVTransferConfig(**transfer)
         self.folder = tempfile.TemporaryDirectory(prefix="h2o_kept_")
         self.files: dict[str, tuple[str, int, int]] = {}
         """Whose those are, by their stems: of how many tokens and blocks."""
@@ -226,9 +235,11 @@ class Driver:
         groups = [KVCacheGroupSpec(["full"], spec)]
         if beside:
             groups.append(KVCacheGroupSpec(["beside"], spec_beside(beside)))
+        page, size = spec.page_size_bytes, num_blocks * spec.page_size_bytes
+        tensors = [KVCacheTensor(size, groups[0].layer_names, size, page)]
         self.scheduler = H2OScheduler(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks, [], groups),
+            kv_cache_config=KVCacheConfig(num_blocks, tensors, groups),
             structured_output_manager=StructuredOutputManager(config),
             block_size=max(group.kv_cache_spec.block_size for group in groups),
             hash_block_size=BLOCK_SIZE,
@@ -376,6 +387,7 @@ class Driver:
         failing = [x for x in output.h2o_plan.loads if self.draw.random() < 0.3]
         self.failed += len(failing)
         setattr(result, FAILED_ATTRIBUTE, failing)
+        result.kv_connector_output = self.transferred(output)
         said = self.scheduler.update_from_output(output, result)
         if self.drafts:
             drafted = [[7] * self.draw.randint(0, self.drafts) for _ in names]
@@ -388,6 +400,14 @@ class Driver:
                         self.reports[ended.request_id] = ended.kv_transfer_params["h2o"]
         self.check()
         return said
+
+    def transferred(self, output: Any) -> KVConnectorOutput | None:
+        """What a KV connector's workers say after a step."""
+        return None
+
+    def pinned(self) -> Iterable[int]:
+        """Blocks that a KV connector holds on to, once for each time."""
+        return ()
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -414,7 +434,7 @@ class Driver:
     def check(self) -> None:
         """Assert the pool's integrity and what each request may hold."""
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-        check_integrity(managers)
+        check_integrity(managers, self.pinned())
         for request in self.scheduler.running:
             self._check_request(request)
 

@@ -6,10 +6,12 @@ import random
 import shutil
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.core.helpers import MAX_MODEL_LEN, SMALL_POOL, Driver
+from vllm_h2o.core import kept_files
 
 
 @pytest.mark.rule("R17")
@@ -334,16 +336,19 @@ def test_a_folder_that_can_not_be_used_ends_nothing(monkeypatch):
     driver.drain()
     assert not driver.scheduler._continuing._saves, "there is no folder for it"
     Path(driver.folder.name).mkdir()
-    kept_turn(driver, 90)
+    again = kept_turn(driver, 90) + [7] * 9
     assert written(driver), "it is there again"
 
-    def fails(*args, **kwargs):
-        raise OSError(5, "Input/output error")
-
-    for broken in ("os.stat", "os.scandir", "os.utime"):
-        with monkeypatch.context() as patch:
-            patch.setattr(broken, fails)
-            driver.add(list(range(1, 91)) + [7] * 9, 2, **{"continue": True})
+    files = driver.scheduler._continuing._files
+    for broken in ("os.stat", "os.scandir", f"{kept_files.__name__}.safe_open"):
+        files._begin()  # As if the folder had changed.
+        for fails in (True, False):
+            driver.pool.reset_prefix_cache()
+            with monkeypatch.context() as patch:
+                if fails:
+                    patch.setattr(broken, Mock(side_effect=OSError(5, "broken")))
+                driver.add(again, 2, **{"continue": True, "keep": "none"})
+                assert bool(driver.schedule().h2o_plan.loads) != fails, broken
             driver.drain()
     driver.assert_pool_whole()
 

@@ -11,6 +11,9 @@ from types import SimpleNamespace
 import pytest
 import vllm
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
+    ExampleConnector,
+)
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -24,6 +27,7 @@ from vllm_h2o.core.settings import (
     parse_settings,
     uses_profile_cache,
 )
+from vllm_h2o.plugin.connectors import EXAMPLE, MULTI, OFFLOADING, SERVED, SIMPLE
 from vllm_h2o.plugin.engine_args import extend, translate
 from vllm_h2o.plugin.long_texts import lengthened
 from vllm_h2o.plugin.requests import limits_of
@@ -349,11 +353,6 @@ def test_routed_experts_are_refused(model_of):
     config.aux_output_config.enable_return_routed_experts = True
     with pytest.raises(ValueError, match="--enable-return-routed-experts.*=True: drop"):
         check_vllm_config(config)
-
-
-def test_kv_offloading_is_refused_by_its_option(model_of):
-    options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_offloading_size": 1.0}
-    refused(options, "--kv-offloading-size=1.0", "drop --kv-offloading-size")
 
 
 def test_a_hybrid_with_states_is_served(model_of):
@@ -749,10 +748,81 @@ def test_heads_of_a_pipeline_are_not_measured(model_of, monkeypatch):
     assert "no worker has all layers" in why_not_measured(config, h2o_config(config))
 
 
-def test_kv_connector_is_refused(model_of):
-    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_transfer_config": transfer}
-    refused(options, "--kv-transfer-config='ExampleConnector'", "drop")
+ELSEWHERE = ExampleConnector.__module__
+
+
+def transfer(name, path=None, **extra):
+    """vLLM's `kv_transfer_config`."""
+    return {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_module_path": path,
+        "kv_connector_extra_config": extra,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "said", "fix"),
+    [
+        (transfer("NixlConnector"), {}, "='NixlConnector'", "blocks of what is held"),
+        (transfer(EXAMPLE, ELSEWHERE), {}, f"={EXAMPLE!r}", "not vLLM's own"),
+        (transfer("DecodeBenchConnector"), {}, "='DecodeBenchConnector'", SIMPLE),
+        (
+            transfer(
+                MULTI, connectors=[transfer(SIMPLE), transfer(EXAMPLE, ELSEWHERE)]
+            ),
+            {},
+            f"={EXAMPLE!r}",
+            "not vLLM's own",
+        ),
+        (
+            transfer(OFFLOADING, offload_prompt_only=False),
+            {},
+            "offload_prompt_only=False",
+            "use true",
+        ),
+        (
+            transfer(OFFLOADING, spec_name="TieringOffloadingSpec"),
+            {},
+            "spec_name='TieringOffloadingSpec'",
+            "'CPUOffloadingSpec'",
+        ),
+        (transfer(SIMPLE), {"h2o_keep": "end"}, "--h2o-keep with", "use 'none'"),
+        (transfer(SIMPLE), {"h2o_prefill_chunk": 64}, "--h2o-prefill-chunk", "use 0"),
+        (
+            transfer(EXAMPLE),
+            {"kv_policy": "h2o-paper"},
+            "--h2o-prompt-score with",
+            "use 'gate'",
+        ),
+    ],
+)
+def test_kv_connectors_that_can_not_be_served_are_refused(
+    given, options, said, fix, model_of
+):
+    options = model_of("LlamaForCausalLM", **LLAMA) | options
+    refused(options | {"kv_transfer_config": given}, "--kv-transfer-config", said, fix)
+
+
+def test_a_hybrid_with_a_kv_connector_is_refused(model_of):
+    config = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+    options = model_of("Lfm2ForCausalLM", **config)
+    refused(options | {"kv_transfer_config": transfer(SIMPLE)}, f"={SIMPLE!r}", "state")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_transfer_config": transfer(EXAMPLE), "kv_policy": "streaming"},
+        {"kv_transfer_config": transfer(MULTI, connectors=[transfer(OFFLOADING)])},
+        {"kv_offloading_size": 1.0},
+    ],
+)
+def test_kv_connectors_are_served(options, model_of):
+    args = {"kv_policy": "h2o", "dtype": "float32"} | options
+    config = EngineArgs(**model_of("LlamaForCausalLM", **LLAMA), **args)
+    transferred = config.create_engine_config().kv_transfer_config
+    assert transferred.kv_connector in SERVED
 
 
 def test_pooling_is_refused(model_of):

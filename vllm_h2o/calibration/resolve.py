@@ -145,13 +145,14 @@ def _chosen(
     if config.prompt_score == AUTO:
         why = _why_by_attention(model, config, profile)
         rules = [ATTENTION] if why else [GATE, ATTENTION]
-        if _needs_gate(model, config):
+        if needed := _why_gate(model, config):
             if why:
+                beside, drop = needed
                 raise ValueError(
                     "H2O does not support h2o_prompt_score (--h2o-prompt-score) "
-                    f"{ATTENTION!r} on a model that reads images in both directions, "
-                    f"and {why}: use h2o_prompt_score={GATE!r} with "
-                    f"h2o_head_budgets={MEASURE!r}, or --language-model-only"
+                    f"{ATTENTION!r} {beside}, and {why}: use "
+                    f"h2o_prompt_score={GATE!r} with h2o_head_budgets={MEASURE!r}, or "
+                    + drop
                 )
             rules = [GATE]
     heads = [False]
@@ -170,14 +171,19 @@ def _chosen(
     return chosen, f"{chosen.name}: {why}" if why else ""
 
 
-def _needs_gate(model: LoadedModel, config: H2OConfig) -> bool:
-    """Whether prompts can not go by attention.
-
-    Its queries are scored as if each saw none of the tokens behind it.
-    """
+def _why_gate(model: LoadedModel, config: H2OConfig) -> tuple[str, str] | None:
+    """Beside what prompts can not go by attention, and what to do without it."""
     vllm_config = model.vllm_config
-    both_ways = vllm_config.model_config.is_mm_prefix_lm and config.keeps_heavy_set
-    return both_ways and not holds_longest(vllm_config, config)
+    if not config.keeps_heavy_set or holds_longest(vllm_config, config):
+        return None
+    if vllm_config.model_config.is_mm_prefix_lm:
+        # Its queries are scored as if each saw none of the tokens behind it.
+        beside = "on a model that reads images in both directions"
+        return beside, "--language-model-only"
+    if vllm_config.kv_transfer_config is not None:
+        # Queries that score do not run where their tokens are loaded.
+        return "with --kv-transfer-config", "drop --kv-transfer-config"
+    return None
 
 
 def _share(model: LoadedModel, config: H2OConfig) -> float:

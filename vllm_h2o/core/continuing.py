@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from vllm_h2o.core.kept_files import KeptFiles
 from vllm_h2o.core.metrics import Kept
-from vllm_h2o.core.snapshots import Snapshots, is_known_by_tokens
+from vllm_h2o.core.snapshots import KeptLimits, Snapshots, is_known_by_tokens
+from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.options import END, NONE, PROMPT
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from vllm_h2o.core.kept_files import KeptFiles
     from vllm_h2o.core.manager import H2OManager
     from vllm_h2o.core.plan import Load, ResidencyPlan, Save
-    from vllm_h2o.core.snapshots import Entry, KeptLimits, Snapshot
+    from vllm_h2o.core.snapshots import Entry, Snapshot
     from vllm_h2o.core.stats import H2OStats
     from vllm_h2o.policy.ladder import Climb
 
@@ -61,6 +64,45 @@ class Continuing:
         self._saves: list[Save] = []
         self._loading: set[str] = set()
         self._derived: dict[str, list[Entry]] = {}
+
+    @classmethod
+    def of_engine(
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        managers: list[H2OManager],
+        stats: H2OStats,
+        hash_block_size: int,
+    ) -> Self | None:
+        """Where an engine keeps snapshots of requests; None: it keeps none.
+
+        Args:
+            vllm_config: The engine's.
+            kv_cache_config: Its pool.
+            managers: Of the groups of layers that evict.
+            stats: Counts what is kept.
+            hash_block_size: Tokens of a block as vLLM hashes them.
+
+        Raises:
+            ValueError: Layers have caches of several kinds.
+        """
+        spec, groups = managers[0].kv_cache_spec, kv_cache_config.kv_cache_groups
+        assert isinstance(spec, H2OAttentionSpec)
+        if not (config := spec.h2o).keeps:
+            return None
+        if len(groups) > 1:
+            raise ValueError(
+                f"H2O does not support --h2o-keep={config.keep!r}: this model has "
+                f"layers with a window or a state of their own: use {NONE!r}"
+            )
+        runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        runs_ahead |= vllm_config.speculative_config is not None
+        files = KeptFiles.of_engine(
+            vllm_config, kv_cache_config, spec, len(groups[0].layer_names),
+            hash_block_size,
+        )  # fmt: skip
+        limits = KeptLimits(config.keep_seconds or math.inf, config.keep_sessions)
+        return cls(managers[0], stats, hash_block_size, runs_ahead, limits, files)
 
     def hit(
         self,

@@ -13,15 +13,18 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm_h2o.core.manager import H2OManager
 
 
-def check_integrity(managers: Iterable[SingleTypeKVCacheManager]) -> None:
+def check_integrity(
+    managers: Iterable[SingleTypeKVCacheManager], pinned: Iterable[int] = ()
+) -> None:
     """Assert that every block of a pool is free, null, or owned as counted.
 
     Args:
         managers: All managers of one block pool.
+        pinned: Blocks that a KV connector holds on to, once for each time.
     """
     managers = tuple(managers)
     pool, null = managers[0].block_pool, managers[0].block_pool.null_block
-    owners: Counter[int] = Counter()
+    owners = Counter(pinned)
     for manager in managers:
         if isinstance(manager, H2OManager):
             _check_counts(manager)

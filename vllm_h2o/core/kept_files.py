@@ -26,13 +26,13 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from safetensors import SafetensorError, safe_open
 from vllm.logger import init_logger
 
 from vllm_h2o.core.plan import Save
-from vllm_h2o.core.snapshots import Snapshot
+from vllm_h2o.core.snapshots import Kept, Snapshot, suiting
 from vllm_h2o.policy.ladder import Climb, Ladder
 
 if TYPE_CHECKING:
@@ -63,14 +63,6 @@ _SETTLED = 0.1
 """Seconds after which another file has another time."""
 _ROOM = 0.1
 """Share of the folder that is freed when it is full."""
-
-
-class _Entry(NamedTuple):
-    """A snapshot in files, and the tokens behind its last whole block."""
-
-    snapshot: Snapshot
-    tail: list[int]
-    session: str | None
 
 
 class KeptFiles:
@@ -147,8 +139,8 @@ class KeptFiles:
         )
 
     def _begin(self) -> None:
-        self._entries: dict[str, _Entry] = {}
-        self._by_key: dict[str, list[str]] = {}
+        self._entries: dict[str, Kept] = {}
+        self._by_key: dict[bytes, list[Kept]] = {}
         self._asked: dict[str, float] = {}
         self._dropped: set[tuple[str, str]] = set()
         self._seen, self._looked = -1, 0.0
@@ -188,21 +180,11 @@ class KeptFiles:
         except OSError as error:
             self._say(error)
             return None
-        session = _hashed(session)
-        for whole in range(most // self._size * self._size, 0, -self._size):
-            suiting = [
-                entry.snapshot
-                for stem in self._by_key.get(self._key(request, whole), ())
-                if (entry := self._entries[stem]).snapshot.num_tokens <= most
-                and session in (None, entry.session)
-                and entry.snapshot.climb.suits(climb)
-                and entry.tail
-                == request.all_token_ids[whole : entry.snapshot.num_tokens]
-            ]
-            for found in sorted(suiting, key=lambda mine: -mine.num_tokens):
-                if self._is_of_use(found):
-                    _touch(found.paths)
-                    return found
+        kept, size, whose = self._by_key, self._size, _hashed(session)
+        for entry in suiting(kept, request, size, most, climb, whose):
+            if self._is_of_use(entry.snapshot):
+                _touch(entry.snapshot.paths)
+                return entry.snapshot
         return None
 
     def _is_of_use(self, found: Snapshot) -> bool:
@@ -214,9 +196,6 @@ class KeptFiles:
         if age > self._seconds:
             self.drop(found.paths)
         return age <= self._seconds
-
-    def _key(self, request: Request, whole: int) -> str:
-        return request.block_hashes[whole // self._size - 1].hex()
 
     def _look(self) -> None:
         """Take in which files there are, if that has changed."""
@@ -244,22 +223,25 @@ class KeptFiles:
         for stem in whole.keys() - self._entries.keys():
             try:
                 entry = _read(whole[stem])
-            except OSError:
-                continue  # It has just been removed, or can not be read now.
+            except FileNotFoundError:
+                continue  # It has just been removed.
+            except OSError as error:
+                self._say(error)
+                self._seen = -1  # It may be read the next time.
+                continue
             except _DAMAGED as error:
                 logger.warning("H2O removes %s: %s", whole[stem][0], str(error))
                 self.drop(whole[stem])
                 continue
             self._entries[stem] = entry
             self._asked.pop(stem, None)
-            self._by_key.setdefault(stem.partition("-")[0], []).append(stem)
+            self._by_key.setdefault(_key(stem), []).append(entry)
 
     def _remove(self, stem: str) -> None:
-        del self._entries[stem]
-        key = stem.partition("-")[0]
-        self._by_key[key].remove(stem)
-        if not self._by_key[key]:
-            del self._by_key[key]
+        entry, mine = self._entries.pop(stem), self._by_key[_key(stem)]
+        mine.remove(entry)
+        if not mine:
+            del self._by_key[_key(stem)]
 
     # ----------------------------------------------------------------- saving
 
@@ -280,7 +262,8 @@ class KeptFiles:
             "session": _hashed(request.session_id),
         }
         text = json.dumps(about)
-        stem = f"{self._key(request, whole)}-{_detail(text)}"
+        key = request.block_hashes[whole // self._size - 1].hex()
+        stem = f"{key}-{_detail(text)}"
         num_bytes = len(held.blocks) * self._block_bytes
         try:
             self._look()
@@ -358,6 +341,11 @@ class KeptFiles:
                 Path(path).unlink(missing_ok=True)
 
 
+def _key(stem: str) -> bytes:
+    """The hash of tokens in a file's name."""
+    return bytes.fromhex(stem.partition("-")[0])
+
+
 def _detail(text: str) -> str:
     """What a name has of what a file says of itself."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -380,7 +368,7 @@ def _touch(paths: tuple[str, ...]) -> None:
 _DAMAGED = (SafetensorError, KeyError, TypeError, ValueError, AttributeError)
 
 
-def _read(paths: tuple[str, ...]) -> _Entry:
+def _read(paths: tuple[str, ...]) -> Kept:
     """What files are of, as the first of them says.
 
     Raises:
@@ -403,4 +391,4 @@ def _read(paths: tuple[str, ...]) -> _Entry:
         about["scored_from"],
         paths,
     )
-    return _Entry(snapshot, about["tail"], about["session"])
+    return Kept(snapshot, about["tail"], about["session"])

@@ -17,6 +17,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SingleTypeKVCacheManager,
 )
 
+from vllm_h2o.core.connectors import Released
 from vllm_h2o.core.plan import Load
 from vllm_h2o.core.snapshots import Snapshot
 from vllm_h2o.policy.life import Blocks, Life, Terms
@@ -82,6 +83,8 @@ class H2OManager(FullAttentionManager):
         self._sources: dict[str, Snapshot] = {}
         self._copies: list[tuple[int, int]] = []
         self._loads: list[Load] = []
+        self.released: list[Released] | None = None
+        """Dense blocks that running requests have given back; None: nobody asks."""
         # What the methods that run for every request in every step look at:
         # tokens that the blocks held are known to be enough for, and resident
         # requests that still hold their dense blocks.
@@ -196,6 +199,10 @@ class H2OManager(FullAttentionManager):
         """
         if num_tokens <= self.served.get(request_id, 0):
             return 0
+        life = self.lives[request_id]
+        if apply_admission_cap and life.stays_dense:
+            # Beside loads vLLM reserves blocks for drafts behind the last token too.
+            num_tokens = min(num_tokens, max(life.prefill_end, life.budget))
         missing = self._missing(request_id, num_tokens, len(new_computed_blocks))
         return sum(missing) + self._get_num_evictable_blocks(new_computed_blocks)
 
@@ -270,12 +277,17 @@ class H2OManager(FullAttentionManager):
         if request_id not in self.releasing:
             return
         life = self.lives[request_id]
-        if processed_computed_tokens < life.prefill_end:
+        # The next step compresses them. What a KV connector loads may be written before
+        # that has run on the device, if it is given these blocks.
+        behind = self.released is not None
+        if processed_computed_tokens < life.prefill_end + behind:
             return
         self.releasing.remove(request_id)
         self._name_once(request_id)
         first, count = life.first_column, life.dense_blocks
         self._remove_blocks_in_range(request_id, first, first + count)
+        if self.released is not None:
+            self.released.append(Released(request_id, first, first + count))
         self.blocks_freed += count
 
     def _name_once(self, request_id: str) -> None:

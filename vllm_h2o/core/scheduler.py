@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +16,22 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_h2o.core import compat
+from vllm_h2o.core.connectors import forget_released
 from vllm_h2o.core.continuing import Continuing
-from vllm_h2o.core.kept_files import KeptFiles
 from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.metrics import FAILED_ATTRIBUTE, NOTHING_KEPT, Reporter
 from vllm_h2o.core.plan import PLAN_ATTRIBUTE, Load, ResidencyPlan
-from vllm_h2o.core.snapshots import KeptLimits
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.core.stats import H2OStats
 from vllm_h2o.core.summary import summary
 from vllm_h2o.policy.life import Life
-from vllm_h2o.policy.options import NONE
 from vllm_h2o.policy.request import DEFAULTS, RequestOptions
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+    )
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
@@ -65,7 +66,13 @@ class H2OScheduler(AsyncScheduler):
                 if isinstance(manager.kv_cache_spec, AttentionSpec):
                     manager._record_new_block_ids = True
         self.h2o_stats = H2OStats()
-        self._continuing = self._make_continuing()
+        self._continuing = Continuing.of_engine(
+            self.vllm_config, self.kv_cache_config, self.h2o_managers, self.h2o_stats,
+            self.hash_block_size,
+        )  # fmt: skip
+        if self.connector is not None:
+            for manager in self.h2o_managers:
+                manager.released = []
         most_drafts = self.num_spec_tokens
         self._terms = self.h2o_managers[0].terms._replace(most_drafts=most_drafts)
         self._aligns_states = self.need_mamba_block_aligned_split
@@ -99,29 +106,6 @@ class H2OScheduler(AsyncScheduler):
                 "before losses showed it: try questions of your own, and a larger "
                 "budget (--h2o-budget)"
             )
-
-    def _make_continuing(self) -> Continuing | None:
-        """Where snapshots of requests are kept; None: they are not.
-
-        Raises:
-            ValueError: Layers have caches of several kinds.
-        """
-        if not (config := self._spec.h2o).keeps:
-            return None
-        if len(self._groups) > 1:
-            raise ValueError(
-                f"H2O does not support --h2o-keep={config.keep!r}: this model has "
-                f"layers with a window or a state of their own: use {NONE!r}"
-            )
-        runs_ahead = bool(self.scheduler_config.async_scheduling)
-        runs_ahead |= self.num_spec_tokens > 0
-        size, num_layers = self.hash_block_size, len(self._groups[0].layer_names)
-        files = KeptFiles.of_engine(
-            self.vllm_config, self.kv_cache_config, self._spec, num_layers, size
-        )
-        manager, stats = self.h2o_managers[0], self.h2o_stats
-        limits = KeptLimits(config.keep_seconds or math.inf, config.keep_sessions)
-        return Continuing(manager, stats, size, runs_ahead, limits, files)
 
     def add_request(self, request: Request) -> None:
         """Queue a request, or end it with an error if it asks for what is not there.
@@ -317,6 +301,15 @@ class H2OScheduler(AsyncScheduler):
             report = self._reporter.report(self.h2o_stats, self.h2o_managers, kept)
             stats.num_kv_fetch_reqs_by_stage.update(report.pack())
         return stats
+
+    def _build_kv_connector_meta(
+        self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
+        (manager,) = self.h2o_managers  # Beside a connector there is one group.
+        assert manager.released is not None
+        forget_released(connector, manager.released)
+        manager.released = []
+        return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any):
         report = self._report(request)

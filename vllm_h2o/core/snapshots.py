@@ -12,17 +12,20 @@ import math
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.request import Request
 
     from vllm_h2o.policy.ladder import Climb
 
+_Kind = TypeVar("_Kind", bound="Kept")
 _FEWEST = 64
 """Entries whose blocks are gone are dropped only where there are more than these."""
 
@@ -58,23 +61,68 @@ class KeptLimits(NamedTuple):
 
 
 @dataclass(eq=False)
-class Entry:
-    """What is kept of a request.
+class Kept:
+    """What is known by its tokens, in the pool or in files.
 
     Attributes:
-        snapshot: What it held.
+        snapshot: What a request held.
         tail: Its tokens behind the last whole block of them.
-        hashes: Of the blocks, while they have not been given away.
-        session: The name that it had.
-        before: What it has itself gone on from, of the same session.
-        followers: Entries that came of this one.
-        used: When it was kept or last used, by `time.monotonic`.
+        session: The name that it had, as the place of it writes names.
     """
 
     snapshot: Snapshot
     tail: list[int]
-    hashes: list[BlockHashWithGroupId]
     session: str | None
+
+    def ends_as(self, request: Request, whole: int) -> bool:
+        """Whether a request goes on with these tokens behind its whole blocks."""
+        return self.tail == request.all_token_ids[whole : self.snapshot.num_tokens]
+
+
+def suiting(
+    entries: Mapping[Any, Sequence[_Kind]],
+    request: Request,
+    block_size: int,
+    most: int,
+    climb: Climb,
+    session: str | None,
+) -> Iterator[_Kind]:
+    """What a request may go on from, that of the most tokens first.
+
+    Args:
+        entries: By vLLM's hash of whole blocks of tokens, and of all before.
+        request: The request.
+        block_size: Tokens of a block as vLLM hashes them.
+        most: Tokens that the request may leave unread.
+        climb: The budget that it asks for, which must be the same share, or number.
+        session: Whose it has to be; None: anybody's.
+    """
+    if not entries:
+        return
+    for whole in range(most // block_size * block_size, 0, -block_size):
+        found = [
+            entry
+            for entry in entries.get(request.block_hashes[whole // block_size - 1], ())
+            if entry.snapshot.num_tokens <= most
+            and session in (None, entry.session)
+            and entry.snapshot.climb.suits(climb)
+            and entry.ends_as(request, whole)
+        ]
+        yield from sorted(found, key=lambda entry: -entry.snapshot.num_tokens)
+
+
+@dataclass(eq=False)
+class Entry(Kept):
+    """What is kept of a request in the pool.
+
+    Attributes:
+        hashes: Of the blocks, while they have not been given away.
+        used: When it was kept or last used, by `time.monotonic`.
+        before: What it has itself gone on from, of the same session.
+        followers: Entries that came of this one.
+    """
+
+    hashes: list[BlockHashWithGroupId]
     used: float
     before: Entry | None = None
     followers: int = 0
@@ -91,10 +139,6 @@ class Entry:
         for block, mine in zip(self.snapshot.blocks, self.hashes, strict=True):
             if block.block_hash == mine:
                 block.reset_hash()
-
-    def ends_as(self, request: Request, whole: int) -> bool:
-        """Whether a request goes on with these tokens behind its whole blocks."""
-        return self.tail == request.all_token_ids[whole : self.snapshot.num_tokens]
 
     def is_same(self, other: Entry) -> bool:
         """Whether the other, with the same whole blocks, is of the same use."""
@@ -148,7 +192,7 @@ class Snapshots:
         for block, block_hash in zip(snapshot.blocks, hashes, strict=True):
             block.set_block_hash(block_hash)
         entry = Entry(
-            snapshot, request.all_token_ids[whole:end], hashes, request.session_id,
+            snapshot, request.all_token_ids[whole:end], request.session_id, hashes,
             time.monotonic(),
         )  # fmt: skip
         if before is not None and entry.session is not None:
@@ -218,23 +262,14 @@ class Snapshots:
             session: Whose it has to be; None: anybody's.
         """
         now = time.monotonic()
-        for whole in range(most // self._size * self._size, 0, -self._size):
-            suiting = [
-                entry
-                for entry in self._entries.get(self._key(request, whole), ())
-                if entry.snapshot.num_tokens <= most
-                and session in (None, entry.session)
-                and now - entry.used <= self._limits.seconds
-                and entry.snapshot.climb.suits(climb)
-                and entry.ends_as(request, whole)
-                and entry.is_whole
-            ]
-            if suiting:
-                found = max(suiting, key=lambda mine: mine.snapshot.num_tokens)
-                found.used = now
-                if found.session is not None and found.session in self._sessions:
-                    self._sessions.move_to_end(found.session)
-                return found.snapshot
+        found = suiting(self._entries, request, self._size, most, climb, session)
+        for entry in found:
+            if now - entry.used > self._limits.seconds or not entry.is_whole:
+                continue
+            entry.used = now
+            if entry.session is not None and entry.session in self._sessions:
+                self._sessions.move_to_end(entry.session)
+            return entry.snapshot
         return None
 
     def same(self, request: Request, num_tokens: int, climb: Climb) -> Snapshot | None:

@@ -94,11 +94,12 @@ def _weights(config: ModelConfig, folder: str | None) -> list[Any]:
         except (OSError, ValueError):  # Loaded in another way: from a bucket, say.
             return [config.model, revision]
     files = place.iterdir() if place.is_dir() else [place]
+    files = sorted(file for file in files if file.is_file())
     found = []
-    for file in sorted(files):
-        if file.suffix in _SUFFIXES:
-            # The hub's cache has links to files whose names are their hashes.
-            name, about = file.resolve().name, file.stat()
-            when = name if file.is_symlink() else about.st_mtime_ns
-            found.append([file.name, about.st_size, when])
+    # Without any of these suffixes the weights may be in any of the files.
+    for file in [x for x in files if x.suffix in _SUFFIXES] or files:
+        # The hub's cache has links to files whose names are their hashes.
+        name, about = file.resolve().name, file.stat()
+        when = name if file.is_symlink() else about.st_mtime_ns
+        found.append([file.name, about.st_size, when])
     return found

@@ -55,6 +55,8 @@ def _why_not(folder: Path, gib: float) -> str:
     there = folder if folder.exists() else folder.parent
     if not there.is_dir():
         return f"{there} is no folder: make it"
+    if folder.is_symlink():
+        return f"it is a link: use {folder.resolve()}"
     if there == folder:
         found = folder.lstat()
         if found.st_uid != os.getuid():

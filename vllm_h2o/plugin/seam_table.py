@@ -644,4 +644,60 @@ SEAMS: dict[str, tuple[str | None, ...]] = {
     "model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase.cos_sin_cache": (
         "is torch.Tensor",
     ),
+    "v1.core.sched.scheduler:Scheduler._build_kv_connector_meta": (
+        "(self, connector, scheduler_output)",
+    ),
+    "v1.core.sched.scheduler:Scheduler.connector": ("",),
+    "distributed.kv_transfer:get_kv_transfer_group": ("",),
+    "distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions": (
+        "(self, kv_connector_metadata)",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector.sub_connectors": (
+        "(self)",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": (
+        "class (KVConnectorBase_V1, SupportsHMA)",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector": (
+        "class (KVConnectorBase_V1, SupportsHMA)",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector.scheduler": (
+        "(self)",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler._req_status": (
+        "is dict[ReqId, RequestOffloadState]",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler._jobs": (
+        "is dict[int, TransferJobStatus]",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler._block_id_to_pending_jobs": (
+        "is dict[int, set[int]]",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState.transfer_jobs": (
+        "is set[int]",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState.group_states": (
+        "is tuple[RequestGroupState, ...]",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState.block_ids": (
+        "is list[int]",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:TransferJobStatus.fenced_block_ids": (
+        "is list[int] | None",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:TransferJobStatus.deferred_fence_block_ids": (
+        "is list[int] | None",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector:SimpleCPUOffloadConnector": (
+        "class (KVConnectorBase_V1, SupportsHMA)",
+    ),
+    "distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector:SimpleCPUOffloadConnector.scheduler_manager": (
+        "is SimpleCPUOffloadScheduler | None",
+    ),
+    "v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler._reqs_to_store": (
+        "is dict[str, StoreRequestState]",
+    ),
+    "v1.simple_kv_offload.manager:StoreRequestState.block_ids": (
+        "is tuple[list[int], ...]",
+    ),
 }

@@ -19,6 +19,7 @@ from vllm_h2o.core.settings import (
     most_seconds,
     uses_profile_cache,
 )
+from vllm_h2o.plugin.connectors import check_connector
 from vllm_h2o.plugin.engine_args import (
     SCHEDULER_CLS,
     WORKER_CLS,
@@ -26,6 +27,7 @@ from vllm_h2o.plugin.engine_args import (
     needed_worker_cls,
 )
 from vllm_h2o.plugin.keep_folder import check_keep_folder
+from vllm_h2o.plugin.refusing import has_several_kinds, layer_kinds, refuse
 from vllm_h2o.policy import rules
 from vllm_h2o.policy.methods import fused_form_of
 from vllm_h2o.policy.options import (
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from vllm_h2o.attention.ops import Kernels
     from vllm_h2o.policy.config import H2OConfig
 
-_OFF = "or drop --kv-policy (kv_policy, enable_h2o)"
 _WINDOWED = {"sliding_attention", "chunked_attention"}
 _DRAFTS_OF_TEXT = "ngram", "suffix", "custom_class"
 """Methods of vLLM's that draft on the host, without layers of their own."""
@@ -68,16 +69,13 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     _check_speculation(vllm_config, config)
     _check_reading_on(vllm_config, config)
     _check_parallel(vllm_config)
+    check_connector(vllm_config, config)
     _check_cache(vllm_config)
     _check_kernel(vllm_config, config)
     budget = layout_of(vllm_config, config).budget
     Reach.of_config(config, budget, vllm_config.cache_config.block_size)
     _check_head_budgets(vllm_config, config)
     check_keep_folder(vllm_config, config)
-
-
-def _refuse(option: str, value: Any, fix: str) -> None:
-    raise ValueError(f"H2O does not support {option}={shown(value)}: {fix}, {_OFF}")
 
 
 def _given_classes(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -131,26 +129,26 @@ def _drop_idle_window(vllm_config: VllmConfig) -> None:
 
 def _check_model(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
-    if model.is_attention_free or _layer_kinds(vllm_config) <= _WINDOWED:
+    if model.is_attention_free or layer_kinds(vllm_config) <= _WINDOWED:
         fix = "use a model with full-attention layers, there is nothing to compress"
-        _refuse("attention-free or sliding-window model", model.model, fix)
+        refuse("attention-free or sliding-window model", model.model, fix)
     window = vllm_config.cache_config.sliding_window
     if window is not None:
         fix = f"use --max-model-len {window} or less, within which no window binds"
-        _refuse("a model whose layers all have a window", window, fix)
+        refuse("a model whose layers all have a window", window, fix)
     if model.is_diffusion:
-        _refuse("diffusion model", model.model, "use an autoregressive model")
+        refuse("diffusion model", model.model, "use an autoregressive model")
     if model.use_mla:
-        _refuse("MLA model", model.model, "use a model without MLA")
+        refuse("MLA model", model.model, "use a model without MLA")
     if model.is_encoder_decoder:
-        _refuse("encoder-decoder model", model.model, "use a decoder-only model")
+        refuse("encoder-decoder model", model.model, "use a decoder-only model")
     if model.runner_type != "generate":
-        _refuse("--runner", model.runner_type, "use --runner generate")
+        refuse("--runner", model.runner_type, "use --runner generate")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and (
-        _has_several_kinds(vllm_config)
+        has_several_kinds(vllm_config)
     ):
         fix = "drop it: this model has layers with a window or a state of their own"
-        _refuse("--disable-hybrid-kv-cache-manager", True, fix)
+        refuse("--disable-hybrid-kv-cache-manager", True, fix)
 
 
 def _check_speculation(vllm_config: VllmConfig, config: H2OConfig) -> None:
@@ -178,7 +176,7 @@ def _check_speculation(vllm_config: VllmConfig, config: H2OConfig) -> None:
     )
     for holds, beside, value, fix in asked:
         if holds:
-            _refuse(f"{option} with {beside}", value, f"{fix}, or drop {option}")
+            refuse(f"{option} with {beside}", value, f"{fix}, or drop {option}")
 
 
 def _check_reading_on(vllm_config: VllmConfig, config: H2OConfig) -> None:
@@ -186,7 +184,7 @@ def _check_reading_on(vllm_config: VllmConfig, config: H2OConfig) -> None:
     if config.moves_keys and stages > 1:
         # How keys are rotated is seen in a pass of the whole model.
         fix = f"use --h2o-positions {TEXT}, or no pipeline"
-        _refuse("--h2o-positions with --pipeline-parallel-size", stages, fix)
+        refuse("--h2o-positions with --pipeline-parallel-size", stages, fix)
     scored = config.prompt_score == ATTENTION and config.keeps_heavy_set
     asked = (
         # A chunk's end may lie within an image, whose tokens see each other.
@@ -199,55 +197,36 @@ def _check_reading_on(vllm_config: VllmConfig, config: H2OConfig) -> None:
     for holds, option, value, use in asked:
         if holds and vllm_config.model_config.is_mm_prefix_lm:
             why = "this model reads images in both directions"
-            _refuse(option, value, f"{why}: use {use}, --language-model-only")
+            refuse(option, value, f"{why}: use {use}, --language-model-only")
     if not config.keeps:
         return
     why = ""
     if not vllm_config.cache_config.enable_prefix_caching:
         why = "it needs --enable-prefix-caching"
-    elif _has_several_kinds(vllm_config):
+    elif has_several_kinds(vllm_config):
         why = "this model has layers with a window or a state of their own"
     if why:
-        _refuse("--h2o-keep", config.keep, f"{why}: use {NONE!r}")
-
-
-def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
-    text = vllm_config.model_config.hf_text_config
-    return set(getattr(text, "layer_types", None) or ("full_attention",))
-
-
-def _has_several_kinds(vllm_config: VllmConfig) -> bool:
-    """Whether layers with a window or a state stand beside full attention."""
-    kinds = _layer_kinds(vllm_config)
-    if vllm_config.model_config.is_hybrid:
-        return True
-    return bool(kinds - {"full_attention"}) and "full_attention" in kinds
+        refuse("--h2o-keep", config.keep, f"{why}: use {NONE!r}")
 
 
 def _check_parallel(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1:
         size = parallel.decode_context_parallel_size
-        _refuse("--decode-context-parallel-size", size, "use 1")
+        refuse("--decode-context-parallel-size", size, "use 1")
     if parallel.prefill_context_parallel_size > 1:
         size = parallel.prefill_context_parallel_size
-        _refuse("--prefill-context-parallel-size", size, "use 1")
+        refuse("--prefill-context-parallel-size", size, "use 1")
     stages = parallel.pipeline_parallel_size
     if stages > 1 and not vllm_config.scheduler_config.async_scheduling:
         # H2O's scheduler is vLLM's asynchronous one, which then schedules tokens
         # that the first stage does not get.
         fix = "use --async-scheduling where vLLM has it, or --pipeline-parallel-size 1"
-        _refuse("--pipeline-parallel-size without --async-scheduling", stages, fix)
-    offloaded = vllm_config.cache_config.kv_offloading_size
-    if offloaded is not None:
-        _refuse("--kv-offloading-size", offloaded, "drop --kv-offloading-size")
-    if vllm_config.kv_transfer_config is not None:
-        connector = vllm_config.kv_transfer_config.kv_connector
-        _refuse("--kv-transfer-config", connector, "drop --kv-transfer-config")
+        refuse("--pipeline-parallel-size without --async-scheduling", stages, fix)
     if vllm_config.aux_output_config.enabled:
         # Kept per block that is published, which a compressed request does not do.
         option = "--enable-return-routed-experts (--aux-output-config)"
-        _refuse(option, True, "drop --enable-return-routed-experts")
+        refuse(option, True, "drop --enable-return-routed-experts")
 
 
 def _check_cache(vllm_config: VllmConfig) -> None:
@@ -261,14 +240,14 @@ def _check_cache(vllm_config: VllmConfig) -> None:
         named = own if has_name else "bfloat16"
         also = "" if has_name else "--dtype bfloat16 "
         fix = f"use {also}--kv-cache-dtype {named}"
-        _refuse("the quantized KV cache of this checkpoint", model.model, fix)
+        refuse("the quantized KV cache of this checkpoint", model.model, fix)
     # The kernels read queries, keys and values as one type.
     if is_quantized_kv_cache(dtype) or (
         kv_cache_dtype_str_to_dtype(dtype, model) != model.dtype
     ):
         # Not auto where there is a name: that may be what the checkpoint made of it.
         named = own if has_name else "auto"
-        _refuse("--kv-cache-dtype", dtype, f"use --kv-cache-dtype {named}")
+        refuse("--kv-cache-dtype", dtype, f"use --kv-cache-dtype {named}")
 
 
 def _check_kernel(vllm_config: VllmConfig, config: H2OConfig) -> None:
@@ -320,7 +299,7 @@ def _check_drafts(vllm_config: VllmConfig, kernels: Kernels, platform: str) -> N
     speculative = vllm_config.speculative_config
     if speculative is not None and rules.Capability.DRAFTS not in kernels.CAPABILITIES:
         fix = f"it has no kernel on {platform}: drop --speculative-config"
-        _refuse("--speculative-config", speculative.method, fix)
+        refuse("--speculative-config", speculative.method, fix)
 
 
 def check_cuda_options(vllm_config: VllmConfig) -> None:
@@ -329,34 +308,34 @@ def check_cuda_options(vllm_config: VllmConfig) -> None:
 
     if os.environ.get(KERNELS) == REFERENCE:
         # It reads positions on the host: every step would wait for the device.
-        _refuse(f"{KERNELS} on CUDA", REFERENCE, f"unset {KERNELS}, or use a CPU")
+        refuse(f"{KERNELS} on CUDA", REFERENCE, f"unset {KERNELS}, or use a CPU")
     attention = vllm_config.attention_config
     backend = attention.backend.name if attention.backend else None
     # CUSTOM: H2O's own, in a worker that shares the config of its engine.
     if backend not in (None, "FLASH_ATTN", "TRITON_ATTN", "CUSTOM"):
         fix = "use FLASH_ATTN or TRITON_ATTN, which read the prompts"
-        _refuse("--attention-backend", backend, fix)
+        refuse("--attention-backend", backend, fix)
     if attention.backend_per_kind:
         fix = "use --attention-backend"
-        _refuse("attention_config.backend_per_kind", attention.backend_per_kind, fix)
+        refuse("attention_config.backend_per_kind", attention.backend_per_kind, fix)
     layout = envs.VLLM_KV_CACHE_LAYOUT or ""
     config = h2o_config(vllm_config)
-    if layout.startswith("B") and _has_several_kinds(vllm_config):
+    if layout.startswith("B") and has_several_kinds(vllm_config):
         # vLLM then packs layers of one kind into a spec that is no longer ours.
         fix = "unset it, this model has layers of several kinds"
-        _refuse("VLLM_KV_CACHE_LAYOUT", layout, fix)
+        refuse("VLLM_KV_CACHE_LAYOUT", layout, fix)
     if layout.startswith("B") and config is not None and config.keeps:
         # Blocks of a layer then lie apart, and are copied as if they did not.
         fix = f"unset it, or use --h2o-keep {NONE}"
-        _refuse("VLLM_KV_CACHE_LAYOUT", layout, fix)
+        refuse("VLLM_KV_CACHE_LAYOUT", layout, fix)
     parallel = vllm_config.parallel_config
     if parallel.enable_dbo:
-        _refuse("--enable-dbo", True, "drop --enable-dbo")
+        refuse("--enable-dbo", True, "drop --enable-dbo")
     if parallel.use_ubatching:  # two batches at once would share a decode's scratch
-        _refuse("--ubatch-size", parallel.ubatch_size, "drop --ubatch-size")
+        refuse("--ubatch-size", parallel.ubatch_size, "drop --ubatch-size")
     if envs.VLLM_BATCH_INVARIANT:
         # Splits, and so the order of sums, depend on the number of rows.
-        _refuse("VLLM_BATCH_INVARIANT", 1, "unset it")
+        refuse("VLLM_BATCH_INVARIANT", 1, "unset it")
 
 
 def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
@@ -368,7 +347,7 @@ def _check_head_budgets(vllm_config: VllmConfig, config: H2OConfig) -> None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
         fix = "use --h2o-head-budgets uniform, or no pipeline"
-        _refuse("--h2o-head-budgets with --pipeline-parallel-size", stages, fix)
+        refuse("--h2o-head-budgets with --pipeline-parallel-size", stages, fix)
     if path is None:
         if config.head_budgets == MEASURE:
             _check_text_length(vllm_config)
@@ -391,7 +370,7 @@ def _check_text_length(vllm_config: VllmConfig) -> None:
     option, length = longest_step(vllm_config)
     if length < FEWEST_TOKENS:
         fix = f"use at least {FEWEST_TOKENS}, or --h2o-head-budgets uniform"
-        _refuse(f"--h2o-head-budgets measure with {option}", length, fix)
+        refuse(f"--h2o-head-budgets measure with {option}", length, fix)
 
 
 def check_kv_cache_config(

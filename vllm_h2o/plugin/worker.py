@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -241,6 +242,9 @@ class H2OWorker(H2OCalls, _Stock):
         self._step.begin(self._plan, sorted(gone))
         if plan:
             self._move_blocks(plan, gone)
+        if (stores := scheduler_output.kv_connector_metadata) is not None:
+            # What a connector still stores must not be cleared before that.
+            get_kv_transfer_group().handle_preemptions(stores)
         self._clear_blocks(scheduler_output)
         try:
             return self._reported(super().execute_model(scheduler_output))
