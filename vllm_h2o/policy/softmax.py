@@ -20,7 +20,8 @@ def attention_of(
     Args:
         logits: `[..., n]` float32 of a query and its keys, times the softmax scale;
             overwritten.
-        hidden: Bool that broadcasts to them: what a query does not see; None: nothing.
+        hidden: Bool that broadcasts to them, or to their last columns: what a query
+            does not see; None: nothing.
         softcap: Logit soft cap (Gemma 2), 0 for none.
         sink: `[...]` float32 logit of a token that takes attention and gives nothing
             (gpt-oss), not capped; None: there is none.
@@ -42,7 +43,7 @@ def attention_and_sink(
     if softcap > 0.0:
         logits = softcap * torch.tanh(logits / softcap)
     if hidden is not None:
-        logits = logits.masked_fill_(hidden, float("-inf"))
+        logits[..., -hidden.shape[-1] :].masked_fill_(hidden, float("-inf"))
     if sink is None:
         return logits.softmax(dim=-1), logits.new_zeros(())
     with_sink = torch.cat([logits, sink.expand(logits.shape[:-1])[..., None]], dim=-1)

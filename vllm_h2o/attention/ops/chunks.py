@@ -29,6 +29,8 @@ from vllm_h2o.policy.softmax import attention_of
 
 _QUERY_TILE, _MOST_LOGITS = 256, 1 << 22
 """Queries of a tile, and logits of their heads: bound the memory of probabilities."""
+_CACHED_TILE = 64
+"""Queries of a tile on a CPU, whose caches then hold the probabilities."""
 
 
 def read_on(
@@ -284,13 +286,15 @@ def _attend(
     observe = params.method.observe
     if has_prompt_rules(params.method):
         observe = params.method.observe_prompt
-    tile = max(min(_QUERY_TILE, _MOST_LOGITS // (len(query) * len(keys))), 1)
+    most = _CACHED_TILE if query.device.type == "cpu" else _QUERY_TILE
+    tile = max(min(most, _MOST_LOGITS // (len(query) * len(keys))), 1)
+    query = query * params.scale
     for first in range(0, num_queries, tile):
         last = min(first + tile, num_queries)
         seen = before + last
-        logits = query[:, first:last] @ keys[:seen].T * params.scale
-        own = before + torch.arange(first, last, device=query.device)[:, None]
-        hidden = torch.arange(seen, device=query.device) > own
+        logits = query[:, first:last] @ keys[:seen].T
+        later = torch.arange(last - first, device=query.device)
+        hidden = later > later[:, None]
         probs = attention_of(logits, hidden, softcap=params.softcap, sink=sink)
         attended[:, first:last] = probs @ values[:seen]
         if last > first_scoring:

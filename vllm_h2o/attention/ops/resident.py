@@ -74,6 +74,10 @@ class LogOfDraft:
             self.content |= {"key_scales": key_scale, "value_scales": value_scale}
 
 
+_Route = tuple[torch.Tensor | slice, Pages, torch.Tensor, torch.Tensor]
+"""Which slots are in the same pages; these, the slots' blocks and places there."""
+
+
 class _Place(NamedTuple):
     """Some slots' content: in which tensor, and where."""
 
@@ -117,6 +121,8 @@ class Resident:
         owned = [self.owners.index(pages) for pages, _ in self.places]
         self._owner = torch.tensor(owned, device=device)
         self._block = torch.tensor([block for _, block in self.places], device=device)
+        self._routed: torch.Tensor | None = None
+        self._routes: list[_Route] = []
         grown_at = 0 if rows.grown_at is None else int(rows.grown_at[row])
         before = self.layout.budget
         if grown_at:
@@ -155,17 +161,23 @@ class Resident:
         self, what: str, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor | slice, _Place]]:
         """Where the content of slots is: of those in one layer's pages at a time."""
+        if self._routed is not slots:  # Keys, values and all else of them in turn.
+            self._routed, self._routes = slots, list(self._route(slots))
+        for mine, pages, block, i in self._routes:
+            at = block, self.head
+            index = (*at, slice(None), i) if what == "keys" else (*at, i)
+            yield mine, _Place(_part(pages, what), index)
+
+    def _route(self, slots: torch.Tensor) -> Iterator[_Route]:
         number, i = slots // self.layout.block_size, slots % self.layout.block_size
         owners, block = self._owner[number], self._block[number]
         for which, pages in enumerate(self.owners):
-            mine: torch.Tensor | slice = slice(None)
-            if len(self.owners) > 1:
-                mine = (owners == which).nonzero()[:, 0]
-                if not len(mine):
-                    continue
-            part, at = _part(pages, what), (block[mine], self.head)
-            index = (*at, slice(None), i[mine]) if what == "keys" else (*at, i[mine])
-            yield mine, _Place(part, index)
+            if len(self.owners) == 1:
+                yield slice(None), pages, block, i
+                continue
+            mine = (owners == which).nonzero()[:, 0]
+            if len(mine):
+                yield mine, pages, block[mine], i[mine]
 
     def scores(self, slots: torch.Tensor) -> torch.Tensor:
         """What the tokens in these slots are compared by."""
