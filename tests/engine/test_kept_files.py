@@ -32,6 +32,12 @@ CASES = {
     "of prompts": {"h2o_budget": 96, "h2o_keep": "prompt", "kv_policy": "gate"},
     "no heavy set": {"h2o_budget": 64, "kv_policy": "streaming"},
     "attention": {"h2o_budget": 96, "kv_policy": "h2o-paper"},
+    "moved keys": {
+        "h2o_budget": 64,
+        "h2o_prefill_chunk": 128,
+        "h2o_positions": "cache",
+        "hf_overrides": {"max_position_embeddings": 480},
+    },
 }
 GOES_ON = {"continue": True, "report": True}
 
