@@ -1,4 +1,5 @@
-"""The package as a user installs it: a wheel, in an environment of its own."""
+"""The package as a user installs it: a source archive, the wheel that is made of it, in
+an environment of its own."""
 
 import subprocess
 import sys
@@ -24,7 +25,11 @@ def test_a_wheel_brings_the_options_and_the_kernels(tmp_path):
             copy = tmp_path / "sources" / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes((ROOT / name).read_bytes())
-    subprocess.run([*wheel, str(tmp_path / "sources")], check=True, timeout=300)
+    archive = "from setuptools import build_meta; build_meta.build_sdist('../archive')"
+    sources = [sys.executable, "-c", archive]
+    subprocess.run(sources, check=True, timeout=300, cwd=tmp_path / "sources")
+    (archived,) = (tmp_path / "archive").glob("vllm_h2o-*.tar.gz")
+    subprocess.run([*wheel, str(archived)], check=True, timeout=300)
     (built,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
     for part in (
