@@ -277,8 +277,8 @@ class H2OManager(FullAttentionManager):
         if request_id not in self.releasing:
             return
         life = self.lives[request_id]
-        # The next step compresses them. What a KV connector loads may be written before
-        # that has run on the device, if it is given these blocks.
+        # They may be compressed when the next step begins (`Transitions`), and what a KV
+        # connector loads into blocks is ordered behind no step.
         behind = self.released is not None
         if processed_computed_tokens < life.prefill_end + behind:
             return
