@@ -1,8 +1,21 @@
 """What pictures share."""
 
+from xml.etree import ElementTree
+
+import pytest
 from matplotlib import pyplot
 
-from benchmarks.pictures import _GAP, color_of, name_ends
+from benchmarks.drawings import DRAWINGS, main
+from benchmarks.pictures import _GAP, FOLDER, color_of, name_ends
+
+
+@pytest.mark.check
+def test_drawings_are_what_the_command_draws(tmp_path):
+    main(tmp_path)
+    for name in DRAWINGS:
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        ElementTree.fromstring(drawn)
+        assert (FOLDER / f"{name}.svg").read_text() == drawn, name
 
 
 def test_a_system_has_its_colour_whatever_follows_its_name():
