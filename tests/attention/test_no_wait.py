@@ -135,7 +135,7 @@ def make_layers(config, blocks=()):
     by_budget = BudgetPlacements(
         table, config, ladder, table.capacity, lambda blocks, *_: by_blocks[blocks]
     )
-    by_budget.make_all(1)
+    by_budget.make_all(1, fixed=False)
     return layers, RowPlacements(True, by_budget)
 
 

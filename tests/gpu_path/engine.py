@@ -32,8 +32,10 @@ def result_of(
     options: dict[str, Any],
     lengths: Sequence[int] = LENGTHS,
     num_tokens: int = NUM_TOKENS,
+    asked: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Run an engine on prompts of these lengths; `{"tokens": ..., ...}`."""
+    """Run an engine on prompts of these lengths, of which the first ask for budgets;
+    `{"tokens": ..., ...}`."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(path.startswith("v2")))
     if path != "cpu":
         import tests.gpu_path.interpreted  # noqa: F401
@@ -53,7 +55,12 @@ def result_of(
         if path != "cpu":
             result["warmed_up"] = llm.collective_rpc("probe_ops")[0]
         llm.collective_rpc("probe_watch")
-        parameters = greedy(num_tokens, logprobs=0, flat_logprobs=True)
+        wishes = [{"h2o_budget": budget} for budget in asked]
+        wishes += [{}] * (len(lengths) - len(asked))
+        parameters = [
+            greedy(num_tokens, logprobs=0, flat_logprobs=True, extra_args=each)
+            for each in wishes
+        ]
         prompts = [{"prompt_token_ids": ids} for ids in random_prompts(*lengths)]
         outputs = [x.outputs[0] for x in llm.generate(prompts, parameters)]
         result["tokens"] = [list(output.token_ids) for output in outputs]

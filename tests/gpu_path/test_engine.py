@@ -55,9 +55,12 @@ def run(model, monkeypatch):
     """Result of a path; of those of CUDA as `tests.gpu_path.engine` prints it."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 
-    def run(path, policy, lengths=LENGTHS, num_tokens=NUM_TOKENS, of=model, **options):
+    def run(
+        path, policy, lengths=LENGTHS, num_tokens=NUM_TOKENS, of=model, asked=(),
+        **options,
+    ):  # fmt: skip
         request = {"path": path, "model": str(of), "lengths": lengths}
-        request |= {"num_tokens": num_tokens}
+        request |= {"num_tokens": num_tokens, "asked": asked}
         request |= {"policy": policy, "options": options}
         if path == "cpu":
             return json.loads(json.dumps(result_of(**request)))
@@ -200,6 +203,25 @@ def test_budgets_follow_requests(run, profile, path, by_head):
     assert actual["stats"] == expected["stats"]
     assert actual["stats"]["transitions"] == 3
     assert "order_rings" in actual["warmed_up"]
+    check_runner(actual, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "by_head"), [("v2 graphs", True), ("v1", False)])
+def test_requests_ask_for_numbers(run, profile, path, by_head):
+    """Beside one that asks for none: 70 is rounded up to 96."""
+    policy = SHARE | {"head_budgets": str(profile), "prompt_score": "gate"}
+    if not by_head:
+        policy |= {"head_budgets": "uniform", "prompt_score": "attention"}
+    case, asked = (policy, (120, 150, 76), 28), (70, 128)
+    expected = run("cpu", *case, asked=asked, **CHUNKS[1])
+    actual = run(path, *case, asked=asked, **CHUNKS[1])
+    assert actual["tokens"] == expected["tokens"]
+    assert actual["survivors"] == expected["survivors"]
+    held = [[len(kept) for layer in x for kept in layer] for x in actual["survivors"]]
+    if not by_head:
+        assert held[:2] == [[96] * 4, [128] * 4]
+    assert actual["stats"] == expected["stats"]
     check_runner(actual, path)
 
 

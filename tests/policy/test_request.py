@@ -347,12 +347,20 @@ def test_where_all_requests_have_one_budget(limits):
     assert limits.climb(None, 10, 20).budget == limits.layout.budget
 
 
-def test_on_a_device_requests_ask_for_shares():
-    limits = limits_of_share(device="cuda")
-    assert limits.has_several and limits.ladder == limits_of_share().ladder
+def test_on_a_device_budgets_are_the_ladders():
+    """Numbers are rounded up to them, as its tables are made once."""
+    limits, on_cpu = limits_of_share(device="cuda"), limits_of_share()
+    assert limits.has_several and limits.ladder == on_cpu.ladder
+    assert limits.are_known and not on_cpu.are_known
     assert RequestOptions.parse({"h2o_budget": "10%"}, limits, 900).budget == "10%"
-    with pytest.raises(ValueError, match="h2o_budget.*512.*CPU only.*such as '10%'"):
-        RequestOptions.parse({"h2o_budget": 512}, limits, 900)
+    assert RequestOptions.parse({"h2o_budget": 512}, limits, 900).budget == 512
+    budgets = [blocks * BLOCK for blocks in limits.ladder.budgets]
+    for asked in (1 + BLOCK, budgets[0], budgets[1] - 1, budgets[-1]):
+        climb = limits.climb(asked, 900, 1000)
+        assert climb.is_fixed and climb.length_class == 0
+        assert climb.budget == min(x for x in budgets if x >= asked)
+        exact = on_cpu.climb(asked, 900, 1000).budget
+        assert asked <= exact <= climb.budget
     limits = limits_of_share(512, device="cuda")
     assert not limits.has_several
     for asked in (256, "10%"):

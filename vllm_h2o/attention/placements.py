@@ -218,13 +218,20 @@ class BudgetPlacements:
         at most, and requests: one that grows has two in a step."""
         return 2 + 2 * max(min(2 * layout.budget_blocks * classes, 2 * max_requests), 0)
 
-    def make_all(self, classes: int) -> None:
+    def make_all(self, classes: int, fixed: bool) -> None:
         """Make those of all budgets of the ladder, or of all length classes of the only
-        one, which are then never overwritten."""
+        one, which are then never overwritten.
+
+        Args:
+            classes: How many.
+            fixed: Whether requests may ask for these budgets, too.
+        """
         for blocks in self._ladder.budgets:
+            slots = blocks * self._ladder.block_size
             for each in range(classes):
-                slots = blocks * self._ladder.block_size
                 self.uniform_index(Budget(slots, length_class=each))
+            if fixed:
+                self.uniform_index(Budget(slots, is_fixed=True))
 
     def uniform_index(self, budget: Budget) -> int:
         """Where the placement of a request is that does not fill its budget yet.

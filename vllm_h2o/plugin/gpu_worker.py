@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +222,12 @@ def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:
             continue
         classes = limits.ladder.num_classes if resolved.by_head else 1
         # Before and after heads part. Pages: a head has the budget's on average.
-        sizes = 2 * len(limits.ladder.budgets) * classes * 4 * NUM_SIZES
-        pages = spec.page_layout.budget_blocks * classes * (4 + 8 + 8)
+        budgets = limits.ladder.budgets
+        placements, blocks = 2 * len(budgets) * classes, budgets[-1] * classes
+        if limits.rounds:
+            placements, blocks = 2 * placements, blocks + sum(budgets)
+        sizes = placements * 4 * NUM_SIZES
+        of_block = spec.page_layout.budget_blocks / budgets[-1]
+        pages = math.ceil(of_block * blocks) * (4 + 8 + 8)
         num_bytes += spec.num_kv_heads * (sizes + pages)
     return num_bytes

@@ -70,19 +70,27 @@ class Tables:
         longest = -(-spec.max_model_len // spec.page_slots)
         split, own_places, most = None, 0, [layout.budget_blocks] * len(pages)
         # Budgets of the ladder alone are all known, and made now.
-        end, on_ladder = 2 * len(limits.ladder.budgets), not limits.takes_numbers
-        classes = 1
+        budgets, are_known = limits.ladder.budgets, limits.are_known
+        end, classes = 2 * len(budgets), 1
+        if limits.rounds:  # whoever asks for one has it from its beginning
+            end *= 2
         if by_head and spec.h2o.head_budgets == REQUEST:
             own_places, most = requests, [longest] * len(pages)
         elif by_head:
             split = self._head_budgets(builder, limits.ladder).placement
             classes = limits.ladder.num_classes
             engines = split(spec.layout.budget_blocks)
-            most = [max(map(len, heads)) for heads in engines.pages]
-            if not on_ladder or classes > 1:  # other lengths are split otherwise
+            split_so = [engines]
+            if limits.rounds:
+                split_so += [split(blocks, False) for blocks in budgets]
+            most = [
+                max(len(pages) for heads in layer for pages in heads)
+                for layer in zip(*(each.pages for each in split_so), strict=True)
+            ]
+            if not are_known or classes > 1:  # other lengths are split otherwise
                 most = [spec.largest_budget // spec.page_slots] * len(pages)
         has_several = limits.has_several or classes > 1
-        if has_several and not on_ladder:
+        if has_several and not are_known:
             any_number = len(lengths_of(spec.block_slots, spec.max_model_len))
             end = BudgetPlacements.indices(spec.layout, any_number, requests)
         elif classes > 1:
@@ -98,8 +106,8 @@ class Tables:
         if not has_several:
             return layers, RowPlacements(by_head, None, by_request)
         by_budget = BudgetPlacements(table, spec.h2o, limits.ladder, end, split)
-        if on_ladder:
-            by_budget.make_all(classes)
+        if are_known:
+            by_budget.make_all(classes, limits.rounds)
         return layers, RowPlacements(by_head, by_budget, by_request)
 
     def _has_head_budgets(self, builder: H2OMetadataBuilder) -> bool:

@@ -41,14 +41,15 @@ class RequestLimits:
         layout: The slots of a request that asks for no budget: none has more.
         ladder: The budgets of requests that ask for none.
         why_one_budget: Why all requests have the same budget; empty: they may differ.
-        why_no_number: Why no request may ask for a number of tokens; empty: each may.
+        rounds: Whether a number that a request asks for is rounded up to a budget of
+            the ladder: where the kernels read tables that are made once.
     """
 
     config: H2OConfig
     layout: SlotLayout
     ladder: Ladder
     why_one_budget: str = ""
-    why_no_number: str = ""
+    rounds: bool = False
 
     @classmethod
     def of(
@@ -62,15 +63,13 @@ class RequestLimits:
             device: Torch's name of its kind.
             max_model_len: Tokens of the longest request.
         """
-        why, no_number, size = "", "", layout.block_size
+        why, size = "", layout.block_size
         if layout.whole_blocks:
             why = "the engine was started with --h2o-eviction-unit block"
-        elif device != "cpu":
-            no_number = f"a request's own number is there on CPU only, not on {device}"
         share = config.share
         if share is None or why or layout.budget >= max_model_len:
             ladder = Ladder.of_number(layout.budget_blocks, size, max_model_len)
-            if no_number and not why:
+            if device != "cpu" and not why:
                 why = f"on {device} they differ only where --h2o-budget is a share"
         else:
             fewest = SlotLayout.fewest_of_request(config, size)
@@ -78,18 +77,18 @@ class RequestLimits:
             ladder = Ladder.of_share(
                 share, least, layout.budget_blocks, size, max_model_len
             )
-        return cls(config, layout, ladder, why, no_number)
+        return cls(config, layout, ladder, why, device != "cpu" and not why)
 
     @property
     def has_several(self) -> bool:
         """Whether the budgets of two requests can differ."""
-        differ = self.takes_numbers or len(self.ladder.budgets) > 1
+        differ = not self.rounds or len(self.ladder.budgets) > 1
         return not self.why_one_budget and differ
 
     @property
-    def takes_numbers(self) -> bool:
-        """Whether a request may ask for a number of tokens."""
-        return not self.why_no_number
+    def are_known(self) -> bool:
+        """Whether all budgets that requests can have are the ladder's."""
+        return self.rounds or not self.has_several
 
     @cached_property
     def most_at_once(self) -> int:
@@ -124,6 +123,10 @@ class RequestLimits:
             return Climb(self.ladder, length_class=mine)
         tokens = self.tokens_of(asked, most_tokens)
         blocks = min(max(-(-tokens // size), self.fewest_blocks), most)
+        if self.rounds:
+            blocks = next(each for each in self.ladder.budgets if each >= blocks)
+            ladder = Ladder.of_number(blocks, size, most_tokens)
+            return Climb(ladder, is_fixed=True)
         mine = length_class(blocks * size, longest, num_tokens, most_tokens)
         ladder = Ladder.of_number(blocks, size, most_tokens)
         return Climb(ladder, is_fixed=True, length_class=mine)
@@ -272,9 +275,6 @@ class RequestOptions:
                 fix = f"more than the engine's (--h2o-budget), use '{config.budget}'"
                 raise _bad("budget", asked, f"{fix} or less")
             return parsed
-        if not limits.takes_numbers:
-            fix = f"{limits.why_no_number}, use a share such as '10%'"
-            raise _bad("budget", asked, fix)
         tokens = limits.tokens_of(parsed, most_tokens)
         if tokens > most:
             of = f"{tokens} of its {most_tokens} tokens, " if share else ""
