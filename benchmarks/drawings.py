@@ -158,7 +158,7 @@ def life() -> Drawing:
     it.arrow((560, 50), (300, 50), (300, 144))
     it.text(310, 70, "another goes on from it", "note")
     it.arrow((600, 210), (600, 270), (85, 270), (85, 216))
-    it.text(95, 262, "preempted: read again", "note")
+    it.text(95, 262, "preempted, whatever it holds: read again", "note")
     return it
 
 
@@ -212,7 +212,12 @@ def growth() -> Drawing:
     before, grown_at, more = 8, 24, 12
     it = Drawing("A budget that grows", 1000, 250)
     it.text(20, 34, f"budget {before}: the token at position p takes place p", "head")
-    it.text(20, 56, f"until {before} are held, then that of the loser", "note")
+    it.text(
+        20,
+        56,
+        f"its slot, once {before} are held, is that of the token that leaves the window",
+        "note",
+    )
     it.cells(20, 70, "h" * before, *map(str, range(before)), size=40)
     it.text(
         20, 150, f"with {grown_at} tokens the budget becomes {more}: what is held is "

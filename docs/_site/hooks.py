@@ -4,6 +4,7 @@ README is the start page, and what lies outside the docs is linked to in the rep
 if `REPOSITORY_URL` says where that is.
 """
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+log = logging.getLogger("mkdocs.hooks.vllm_h2o")
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#]+)(#[^)]*)?\)")
 
 
@@ -40,6 +42,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = Path(folder, link[2]).resolve()
         if link[2].startswith("https://") or path.is_relative_to(DOCS):
             return link[0]
+        if not path.exists():
+            log.warning("%s links to %s", page.file.src_uri, link[2])
         if not config.repo_url:
             return link[1]
         return f"[{link[1]}]({config.repo_url}/blob/main/{path.relative_to(ROOT)})"

@@ -15,6 +15,7 @@ import torch
 from tests.engine.known_drafts import speculating
 from tests.engine.tiny_models import _COMMON, _save, random_prompts, save_hybrid
 from tests.gpu_path.engine import LENGTHS, NUM_TOKENS, result_of
+from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.profile import HeadProfile, gate_in_json
 
 pytestmark = pytest.mark.engine
@@ -208,13 +209,16 @@ def test_budgets_follow_requests(run, profile, path, by_head):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "by_head"), [("v2 graphs", True), ("v1", False)])
-def test_requests_ask_for_numbers(run, profile, path, by_head):
+def test_requests_ask_for_numbers(run, profile, monkeypatch, path, by_head):
     """Beside one that asks for none: 70 is rounded up to 96."""
     policy = SHARE | {"head_budgets": str(profile), "prompt_score": "gate"}
     if not by_head:
         policy |= {"head_budgets": "uniform", "prompt_score": "attention"}
     case, asked = (policy, (120, 150, 76), 28), (70, 128)
-    expected = run("cpu", *case, asked=asked, **CHUNKS[1])
+    of_device, name = H2OAttentionSpec.limits, "limits"
+    with monkeypatch.context() as patch:  # Its budgets, and how heads split them.
+        patch.setattr(H2OAttentionSpec, name, lambda x, _: of_device(x, "cuda"))
+        expected = run("cpu", *case, asked=asked, **CHUNKS[1])
     actual = run(path, *case, asked=asked, **CHUNKS[1])
     assert actual["tokens"] == expected["tokens"]
     assert actual["survivors"] == expected["survivors"]

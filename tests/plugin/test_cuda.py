@@ -398,6 +398,14 @@ def test_a_layer_has_no_more_slots_for_a_token_of_any_budget(config, num_kv_head
         for layer in budgets.split(blocks)
     ]
     assert len(ladder.budgets) > 10 and spec.most_slots_per_token == max(own)
+    # Nor for a token of a budget that a request asks for.
+    assert resolved.limits(spec).rounds
+    asked = HeadBudgets(profile, policy, ladder, spec.page_slots, rounds=True)
+    for blocks in ladder.budgets:
+        assert asked.split(blocks, False) == budgets.split(blocks)
+        held = asked.placement(blocks, False).layouts
+        most = max(sum(layout.budget for layout in layer) for layer in held)
+        assert most <= spec.richest_layer_slots or num_kv_heads < 3
 
 
 @pytest.mark.parametrize(

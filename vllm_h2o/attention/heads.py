@@ -34,6 +34,7 @@ class HeadBudgets:
         ladder: Ladder,
         page_slots: int,
         kv_heads: slice = slice(None),
+        rounds: bool = False,
     ) -> None:
         """Split the ladder's budgets.
 
@@ -43,7 +44,10 @@ class HeadBudgets:
             ladder: The budgets of requests that ask for none.
             page_slots: Slots of a page, in which heads have theirs.
             kv_heads: This rank's of the model's KV heads.
+            rounds: Whether a request's own budget is one of the ladder; its heads then
+                have what they have there, and no layer more.
         """
+        self._rounds = rounds
         self._profile, self._config, self._ladder = profile, config, ladder
         self._page_slots, self._kv_heads = page_slots, kv_heads
         budgets = [self._pages_of(blocks) for blocks in ladder.budgets]
@@ -82,7 +86,7 @@ class HeadBudgets:
             length_class: See `vllm_h2o.policy.ladder.Climb`.
         """
         ladder = self._ladder
-        if climbs and not length_class:
+        if (climbs or self._rounds) and not length_class:
             return self._splits[ladder.budgets.index(budget_blocks)]
         slots, longest = budget_blocks * ladder.block_size, ladder.lengths[-1]
         length = lengths_of(slots, longest)[length_class]

@@ -20,11 +20,13 @@ from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.calibration.head_profiles import check_profile
 from vllm_h2o.calibration.ranks import own_kv_heads
 from vllm_h2o.calibration.resolve import Resolved
-from vllm_h2o.policy.ladder import Ladder, lengths_of
+from vllm_h2o.policy.ladder import lengths_of
 from vllm_h2o.policy.options import REQUEST
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_h2o.policy.request import RequestLimits
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -77,16 +79,10 @@ class Tables:
         if by_head and spec.h2o.head_budgets == REQUEST:
             own_places, most = requests, [longest] * len(pages)
         elif by_head:
-            split = self._head_budgets(builder, limits.ladder).placement
+            split = self._head_budgets(builder, limits).placement
             classes = limits.ladder.num_classes
             engines = split(spec.layout.budget_blocks)
-            split_so = [engines]
-            if limits.rounds:
-                split_so += [split(blocks, False) for blocks in budgets]
-            most = [
-                max(len(pages) for heads in layer for pages in heads)
-                for layer in zip(*(each.pages for each in split_so), strict=True)
-            ]
+            most = [max(map(len, heads)) for heads in engines.pages]
             if not are_known or classes > 1:  # other lengths are split otherwise
                 most = [spec.largest_budget // spec.page_slots] * len(pages)
         has_several = limits.has_several or classes > 1
@@ -129,7 +125,9 @@ class Tables:
             f"h2o_head_budgets (--h2o-head-budgets): {several}: use 'uniform'"
         )
 
-    def _head_budgets(self, builder: H2OMetadataBuilder, ladder: Ladder) -> HeadBudgets:
+    def _head_budgets(
+        self, builder: H2OMetadataBuilder, limits: RequestLimits
+    ) -> HeadBudgets:
         """What splits budgets over the heads of this rank, by the profile in force."""
         resolved, spec = self._resolved, builder.spec
         assert resolved.profile is not None
@@ -137,7 +135,10 @@ class Tables:
             resolved.profile, resolved.source, self._vllm_config, self._evicting
         )
         own = own_kv_heads(self._vllm_config, spec.num_kv_heads)
-        budgets = HeadBudgets(resolved.profile, spec.h2o, ladder, spec.page_slots, own)
+        ladder = limits.ladder
+        budgets = HeadBudgets(
+            resolved.profile, spec.h2o, ladder, spec.page_slots, own, limits.rounds
+        )
         split = budgets.split(ladder.budgets[-1])
         slots = [spec.page_slots * count for layer in split for count in layer]
         logger.info_once(

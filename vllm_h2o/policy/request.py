@@ -70,7 +70,10 @@ class RequestLimits:
         if share is None or why or layout.budget >= max_model_len:
             ladder = Ladder.of_number(layout.budget_blocks, size, max_model_len)
             if device != "cpu" and not why:
-                why = f"on {device} they differ only where --h2o-budget is a share"
+                why = (
+                    f"on {device} they differ only where --h2o-budget is a share that "
+                    "does not hold the longest request"
+                )
         else:
             fewest = SlotLayout.fewest_of_request(config, size)
             least = max(config.min_budget, size * fewest)
