@@ -212,12 +212,8 @@ def growth() -> Drawing:
     before, grown_at, more = 8, 24, 12
     it = Drawing("A budget that grows", 1000, 250)
     it.text(20, 34, f"budget {before}: the token at position p takes place p", "head")
-    it.text(
-        20,
-        56,
-        f"its slot, once {before} are held, is that of the token that leaves the window",
-        "note",
-    )
+    leaves = "its slot is that of the token that leaves the window"
+    it.text(20, 56, f"once {before} are held, {leaves}", "note")
     it.cells(20, 70, "h" * before, *map(str, range(before)), size=40)
     it.text(
         20, 150, f"with {grown_at} tokens the budget becomes {more}: what is held is "

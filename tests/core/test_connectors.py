@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
@@ -33,7 +34,7 @@ def transfer_of(name: str, **more: Any) -> dict[str, Any]:
     """vLLM's `kv_transfer_config`."""
     extra = {"cpu_bytes_to_use": ROOM, **more}
     if name == MULTI:
-        extra = {"connectors": [transfer_of(OFFLOADING), transfer_of(SIMPLE)]}
+        extra = {"connectors": [transfer_of(OFFLOADING)]}
     return {
         "kv_connector": name,
         "kv_role": "kv_both",
@@ -163,7 +164,7 @@ class SimpleCopies(Copies):
         return [block for one in transfers for block in one.gpu_block_ids]
 
 
-KINDS = {OFFLOADING: OffloadingCopies, SIMPLE: SimpleCopies}
+KINDS = {OFFLOADING: OffloadingCopies, SIMPLE: SimpleCopies, MULTI: OffloadingCopies}
 
 
 class Row(NamedTuple):
@@ -190,40 +191,28 @@ class ConnectorDriver(Driver):
         self.inside: dict[int, Any] = {}
         self.launched = self.run = 0
         """Steps that the device has been given, and those that it has run."""
-        self.queue: deque[tuple[set[str], list[Row]]] = deque()
-        self.ended: dict[str, Row] = {}
-        """Prompts that the next step compresses before anything else."""
+        self.queue: deque[list[Row]] = deque()
         super().__init__(policy="gate", transfer=transfer_of(name), **options)
-        parts = [OFFLOADING, SIMPLE] if name == MULTI else [name]
-        self.copies = [KINDS[part](self, draw) for part in parts]
+        self.copies = KINDS[name](self, draw)
+        self.is_multi = name == MULTI
         self.said: dict[int, KVConnectorOutput] = {}
         self.steps_of: dict[int, int] = {}
 
-    @property
-    def connectors(self) -> list[Any]:
-        connector = self.scheduler.connector
-        return [connector] if len(self.copies) == 1 else connector.sub_connectors
-
     def _run(self, output: Any) -> None:
-        metadata = [output.kv_connector_metadata]
-        if len(self.copies) > 1:
-            metadata = metadata[0].metadata
-        for copies, mine in zip(self.copies, metadata, strict=True):
-            copies.begin(mine)
+        metadata = output.kv_connector_metadata
+        if self.is_multi:
+            (metadata,) = metadata.metadata
+        self.copies.begin(metadata)
         super()._run(output)
-        gone = output.finished_req_ids | (output.preempted_req_ids or set())
         rows = [self._row(name, row) for name, row in output.h2o_plan.rows.items()]
-        self.queue.append((gone, rows))
+        self.queue.append(rows)
         self.launched += 1
         self.steps_of[id(output)] = self.launched
-        ended = [x.end(y) for x, y in zip(self.copies, metadata, strict=True)]
-        said = [worker for _, worker in ended]
-        back = said[0] if len(said) == 1 else None
-        if len(said) > 1 and any(said):
-            back = MultiKVConnectorWorkerMetadata(tuple(said))
+        loaded, said = self.copies.end(metadata)
+        if self.is_multi and said:
+            said = MultiKVConnectorWorkerMetadata((said,))
         self.said[id(output)] = KVConnectorOutput(
-            finished_recving={name for loaded, _ in ended for name in loaded},
-            kv_connector_worker_meta=back,
+            finished_recving=loaded, kv_connector_worker_meta=said
         )
 
     def _row(self, name: str, plan: Any) -> Row:
@@ -235,20 +224,14 @@ class ConnectorDriver(Driver):
         """Let the device run what it has been given."""
         while self.run < until:
             self.run += 1
-            gone, rows = self.queue.popleft()
-            for name, row in self.ended.items():
-                if name not in gone:
-                    row.check(self.inside, row.plan.chunk_end)
-            for row in rows:
+            for row in self.queue.popleft():
                 self._compute(row)
-            self.ended = {row.name: row for row in rows if row.plan.is_transition}
 
     def _compute(self, row: Row) -> None:
         """Read what is there, and write a step's tokens."""
         plan, start = row.plan, row.plan.num_computed_tokens
-        for block in row.residents:
-            self.inside[block] = ["held", row.name], 2
         if plan.decodes and not plan.stays_dense:
+            self._hold(row)
             return
         row.check(self.inside, start)
         end = start + plan.num_scheduled_tokens
@@ -256,6 +239,13 @@ class ConnectorDriver(Driver):
             last = min(end, (column + 1) * BLOCK_SIZE)
             # Of steps in flight the last token may not be known yet.
             self.inside[row.dense[column]] = row.tokens, last
+        if plan.is_transition:  # As on a GPU, at once.
+            row.check(self.inside, plan.chunk_end)
+            self._hold(row)
+
+    def _hold(self, row: Row) -> None:
+        for block in row.residents:
+            self.inside[block] = ["held", row.name], 2
 
     def process(self) -> dict[int, Any]:
         self.run_steps(self.steps_of.pop(id(self.in_flight[0])))
@@ -268,8 +258,7 @@ class ConnectorDriver(Driver):
         later = [
             block for _, blocks in self.scheduler.deferred_frees for block in blocks
         ]
-        pairs = zip(self.copies, self.connectors, strict=True)
-        held = [block for copies, mine in pairs for block in copies.pinned(mine)]
+        held = self.copies.pinned(self.scheduler.connector)
         return held + [block.block_id for block in later if not block.is_null]
 
     def drain(self, steps: int = 2000) -> None:
@@ -306,8 +295,7 @@ def lives(name: str, steps: int, **options: Any) -> ConnectorDriver:
 @pytest.mark.parametrize("name", [OFFLOADING, SIMPLE, MULTI])
 def test_what_is_loaded_is_what_was_computed(name, depth, drafts):
     driver = lives(name, 800, depth=depth, drafts=drafts)
-    assert all(x.stored > 50 for x in driver.copies)
-    assert driver.copies[0].loaded > 30
+    assert driver.copies.stored > 50 and driver.copies.loaded > 30
     assert driver.manager.blocks_freed > 100
     driver.assert_pool_whole()
 
@@ -318,3 +306,19 @@ def test_a_connector_that_is_not_told_stores_what_is_others(name, monkeypatch):
     monkeypatch.setattr(scheduler, "forget_released", lambda *_: None)
     with pytest.raises(AssertionError, match="reads"):
         lives(name, 600)
+
+
+def test_a_session_ends_beside_a_connector():
+    """Alone, with an error: no connector knows that its blocks are given back."""
+    driver = ConnectorDriver(OFFLOADING, random.Random(1), num_blocks=64)
+    turn = driver.add(list(range(100)), 4, session="s")
+    driver.add(list(range(200, 290)), 4)
+    driver.drain()
+    assert driver.finished[turn] == FinishReason.ERROR
+    assert list(driver.finished.values()).count(FinishReason.LENGTH) == 1
+    driver.assert_pool_whole()
+
+
+def test_a_connector_has_one_kind_of_layers():
+    with pytest.raises(ValueError, match="--kv-transfer-config on a model that has"):
+        ConnectorDriver(SIMPLE, random.Random(1), num_blocks=64, beside="window")

@@ -343,6 +343,7 @@ def test_a_folder_that_can_not_be_used_ends_nothing(monkeypatch):
     for broken in ("os.stat", "os.scandir", f"{kept_files.__name__}.safe_open"):
         files._begin()  # As if the folder had changed.
         for fails in (True, False):
+            files._retry_at = 0.0  # As if some seconds had passed.
             driver.pool.reset_prefix_cache()
             with monkeypatch.context() as patch:
                 if fails:

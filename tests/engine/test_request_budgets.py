@@ -61,7 +61,12 @@ def densely(model, prompt, variant, head_class):
 @pytest.mark.parametrize(
     ("policy", "variant", "head_class"),
     [
-        ("cake", Variant(WINDOW, 5, "sum", "token", decay=0.0, sinks=0), CakeHead),
+        pytest.param(
+            "cake",
+            Variant(WINDOW, 5, "sum", "token", decay=0.0, sinks=0),
+            CakeHead,
+            marks=pytest.mark.slow,
+        ),
         ("d2o", Variant(None, 1, "sum", "token", sinks=4, merge=True), D2OHead),
     ],
     ids=["cake", "d2o"],

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import vllm
-from vllm.config import set_current_vllm_config
+from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
     ExampleConnector,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.models import SMOLLM2
@@ -27,7 +28,13 @@ from vllm_h2o.core.settings import (
     parse_settings,
     uses_profile_cache,
 )
-from vllm_h2o.plugin.connectors import EXAMPLE, MULTI, OFFLOADING, SERVED, SIMPLE
+from vllm_h2o.plugin.connectors import (
+    EXAMPLE,
+    MULTI,
+    OFFLOADING,
+    SIMPLE,
+    check_connector,
+)
 from vllm_h2o.plugin.engine_args import extend, translate
 from vllm_h2o.plugin.long_texts import lengthened
 from vllm_h2o.plugin.requests import limits_of
@@ -787,14 +794,33 @@ def transfer(name, path=None, **extra):
             "spec_name='TieringOffloadingSpec'",
             "'CPUOffloadingSpec'",
         ),
-        (transfer(SIMPLE), {"h2o_keep": "end"}, "--h2o-keep with", "use 'none'"),
-        (transfer(SIMPLE), {"h2o_prefill_chunk": 64}, "--h2o-prefill-chunk", "use 0"),
+        (transfer(EXAMPLE), {"h2o_keep": "end"}, "with --h2o-keep='end'", "use 'none'"),
+        (transfer(EXAMPLE), {"h2o_prefill_chunk": 64}, "-prefill-chunk=64", "use 0"),
+        (
+            transfer(EXAMPLE),
+            {"h2o_prompt_score": "attention"},
+            "with --h2o-prompt-score='attention'",
+            "use 'gate'",
+        ),
         (
             transfer(EXAMPLE),
             {"kv_policy": "h2o-paper"},
-            "--h2o-prompt-score with",
-            "use 'gate'",
+            "with --h2o-prompt-score='attention'",
+            "use a preset with a gate",
         ),
+        (
+            transfer(EXAMPLE),
+            {"max_num_batched_tokens": 512},
+            "with --max-num-batched-tokens=512",
+            "use 1024",
+        ),
+        (
+            transfer(SIMPLE, kv_offload_backend="disk", disk_path="/tmp/x"),
+            {},
+            "use_page_cache=False",
+            "use true",
+        ),
+        (transfer(SIMPLE), {}, f"={SIMPLE!r}", "on GPUs only"),
     ],
 )
 def test_kv_connectors_that_can_not_be_served_are_refused(
@@ -804,6 +830,11 @@ def test_kv_connectors_that_can_not_be_served_are_refused(
     refused(options | {"kv_transfer_config": given}, "--kv-transfer-config", said, fix)
 
 
+def test_offloading_is_refused_by_its_option(model_of):
+    options = model_of("LlamaForCausalLM", **LLAMA) | {"kv_offloading_size": 1.0}
+    refused(options, f"--kv-offloading-size={OFFLOADING!r}", "on GPUs only")
+
+
 def test_a_hybrid_with_a_kv_connector_is_refused(model_of):
     config = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
     options = model_of("Lfm2ForCausalLM", **config)
@@ -811,18 +842,37 @@ def test_a_hybrid_with_a_kv_connector_is_refused(model_of):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("given", "ranks", "why"),
     [
-        {"kv_transfer_config": transfer(EXAMPLE), "kv_policy": "streaming"},
-        {"kv_transfer_config": transfer(MULTI, connectors=[transfer(OFFLOADING)])},
-        {"kv_offloading_size": 1.0},
+        (transfer(EXAMPLE), 1, None),
+        (transfer(SIMPLE), 1, None),
+        (transfer(OFFLOADING), 2, None),
+        (
+            transfer(MULTI, connectors=[transfer(OFFLOADING), transfer(EXAMPLE)]),
+            1,
+            None,
+        ),
+        (transfer(EXAMPLE), 2, "--tensor-parallel-size=2: its ranks share files"),
+        (
+            transfer(MULTI, connectors=[transfer(OFFLOADING), transfer(SIMPLE)]),
+            1,
+            "MultiConnector with both=",
+        ),
+        (transfer(SIMPLE) | {"kv_role": "kv_producer"}, 1, "kv_role='kv_producer'"),
     ],
 )
-def test_kv_connectors_are_served(options, model_of):
-    args = {"kv_policy": "h2o", "dtype": "float32"} | options
-    config = EngineArgs(**model_of("LlamaForCausalLM", **LLAMA), **args)
-    transferred = config.create_engine_config().kv_transfer_config
-    assert transferred.kv_connector in SERVED
+def test_kv_connectors_on_a_gpu(given, ranks, why, model_of, monkeypatch):
+    """vLLM makes no config of a GPU here: change one that it made."""
+    config = resolved(model_of("LlamaForCausalLM", **LLAMA))
+    config.kv_transfer_config = KVTransferConfig(**given)
+    config.parallel_config.tensor_parallel_size = ranks
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    policy = h2o_config(config)
+    if why is None:
+        check_connector(config, policy)
+        return
+    with pytest.raises(ValueError, match=why):
+        check_connector(config, policy)
 
 
 def test_pooling_is_refused(model_of):

@@ -174,14 +174,16 @@ def _chosen(
 def _why_gate(model: LoadedModel, config: H2OConfig) -> tuple[str, str] | None:
     """Beside what prompts can not go by attention, and what to do without it."""
     vllm_config = model.vllm_config
-    if not config.keeps_heavy_set or holds_longest(vllm_config, config):
+    if not config.keeps_heavy_set:
         return None
-    if vllm_config.model_config.is_mm_prefix_lm:
+    holds_all = holds_longest(vllm_config, config)
+    if vllm_config.model_config.is_mm_prefix_lm and not holds_all:
         # Its queries are scored as if each saw none of the tokens behind it.
         beside = "on a model that reads images in both directions"
         return beside, "--language-model-only"
     if vllm_config.kv_transfer_config is not None:
-        # Queries that score do not run where their tokens are loaded.
+        # Queries that score do not run where their tokens are loaded. A request may ask
+        # for less than all.
         return "with --kv-transfer-config", "drop --kv-transfer-config"
     return None
 

@@ -143,7 +143,7 @@ class KeptFiles:
         self._by_key: dict[bytes, list[Kept]] = {}
         self._asked: dict[str, float] = {}
         self._dropped: set[tuple[str, str]] = set()
-        self._seen, self._looked = -1, 0.0
+        self._seen, self._looked, self._retry_at = -1, 0.0, math.inf
 
     def _say(self, error: OSError) -> None:
         """Log once that the folder can not be used."""
@@ -204,9 +204,11 @@ class KeptFiles:
         except FileNotFoundError:  # It is made for the first file.
             self._begin()
             return
-        if changed == self._seen and self._looked - changed * 1e-9 > _SETTLED:
+        is_due = time.monotonic() >= self._retry_at
+        settled = self._looked - changed * 1e-9 > _SETTLED
+        if changed == self._seen and settled and not is_due:
             return
-        self._seen, self._looked = changed, time.time()
+        looked, self._retry_at = time.time(), math.inf
         there: dict[tuple[str, str], dict[int, str]] = {}
         for file in os.scandir(self._own):
             name = _NAME.fullmatch(file.name)
@@ -217,6 +219,7 @@ class KeptFiles:
             for (stem, token), by_rank in sorted(there.items())
             if len(by_rank) == self._ranks and (stem, token) not in self._dropped
         }
+        self._seen, self._looked = changed, looked
         for stem, entry in list(self._entries.items()):
             if whole.get(stem) != entry.snapshot.paths:
                 self._remove(stem)
@@ -227,7 +230,7 @@ class KeptFiles:
                 continue  # It has just been removed.
             except OSError as error:
                 self._say(error)
-                self._seen = -1  # It may be read the next time.
+                self._retry_at = time.monotonic() + _SECONDS_BETWEEN_COUNTS
                 continue
             except _DAMAGED as error:
                 logger.warning("H2O removes %s: %s", whole[stem][0], str(error))

@@ -277,10 +277,7 @@ class H2OManager(FullAttentionManager):
         if request_id not in self.releasing:
             return
         life = self.lives[request_id]
-        # They may be compressed when the next step begins (`Transitions`), and what a
-        # KV connector loads into blocks is ordered behind no step.
-        behind = self.released is not None
-        if processed_computed_tokens < life.prefill_end + behind:
+        if processed_computed_tokens < life.prefill_end:
             return
         self.releasing.remove(request_id)
         self._name_once(request_id)

@@ -71,8 +71,12 @@ class H2OScheduler(AsyncScheduler):
             self.hash_block_size,
         )  # fmt: skip
         if self.connector is not None:
-            for manager in self.h2o_managers:
-                manager.released = []
+            if len(self._groups) > 1:
+                raise ValueError(
+                    "H2O does not support --kv-transfer-config on a model that has "
+                    "layers with a window or a state of their own: drop it"
+                )
+            self.h2o_managers[0].released = []
         most_drafts = self.num_spec_tokens
         self._terms = self.h2o_managers[0].terms._replace(most_drafts=most_drafts)
         self._aligns_states = self.need_mamba_block_aligned_split
@@ -122,6 +126,12 @@ class H2OScheduler(AsyncScheduler):
             options = self._options_of(request, most)
             # A session's turns add up.
             room = self.max_model_len if request.resumable else most
+            if request.resumable and self.connector is not None:
+                raise ValueError(
+                    "a streaming-input session gives its blocks back between turns, "
+                    "which a KV connector (--kv-transfer-config) does not know: send "
+                    "each turn as a request"
+                )
             options.check_length(self._limits.config, room)
             self._check_room(self._in_session(request, options), room)
         except ValueError as error:
@@ -305,7 +315,7 @@ class H2OScheduler(AsyncScheduler):
     def _build_kv_connector_meta(
         self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
-        (manager,) = self.h2o_managers  # Beside a connector there is one group.
+        manager = self.h2o_managers[0]
         assert manager.released is not None
         forget_released(connector, manager.released)
         manager.released = []

@@ -69,7 +69,9 @@ class RequestLimits:
         share = config.share
         if share is None or why or layout.budget >= max_model_len:
             ladder = Ladder.of_number(layout.budget_blocks, size, max_model_len)
-            if device != "cpu" and not why:
+            if config.gated and layout.budget >= max_model_len:
+                why = why or "the engine holds all, and has no gate to choose by"
+            elif device != "cpu" and not why:
                 why = (
                     f"on {device} they differ only where --h2o-budget is a share that "
                     "does not hold the longest request"
