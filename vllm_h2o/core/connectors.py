@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+    from vllm.v1.request import Request
 
 _NULL = 0
 """The id of the null block: connectors store nothing from there."""
@@ -28,6 +29,28 @@ class Released(NamedTuple):
     request_id: str
     first: int
     end: int
+
+
+def check_groups(count: int) -> None:
+    """Raise ValueError where layers have caches of several kinds.
+
+    Args:
+        count: KV cache groups.
+    """
+    if count > 1:
+        raise ValueError(
+            "H2O does not support --kv-transfer-config on a model that has layers with "
+            "a window or a state of their own: drop it"
+        )
+
+
+def check_session(request: Request) -> None:
+    """Raise ValueError for a request that no connector follows."""
+    if request.resumable:
+        raise ValueError(
+            "a streaming-input session gives its blocks back between turns, which a KV "
+            "connector (--kv-transfer-config) does not know: send turns as requests"
+        )
 
 
 def forget_released(connector: KVConnectorBase_V1, released: list[Released]) -> None:

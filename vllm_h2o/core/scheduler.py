@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_h2o.core import compat
-from vllm_h2o.core.connectors import forget_released
+from vllm_h2o.core.connectors import check_groups, check_session, forget_released
 from vllm_h2o.core.continuing import Continuing
 from vllm_h2o.core.manager import H2OManager, publish_alike
 from vllm_h2o.core.metrics import FAILED_ATTRIBUTE, NOTHING_KEPT, Reporter
@@ -71,11 +71,7 @@ class H2OScheduler(AsyncScheduler):
             self.hash_block_size,
         )  # fmt: skip
         if self.connector is not None:
-            if len(self._groups) > 1:
-                raise ValueError(
-                    "H2O does not support --kv-transfer-config on a model that has "
-                    "layers with a window or a state of their own: drop it"
-                )
+            check_groups(len(self._groups))
             self.h2o_managers[0].released = []
         most_drafts = self.num_spec_tokens
         self._terms = self.h2o_managers[0].terms._replace(most_drafts=most_drafts)
@@ -126,12 +122,8 @@ class H2OScheduler(AsyncScheduler):
             options = self._options_of(request, most)
             # A session's turns add up.
             room = self.max_model_len if request.resumable else most
-            if request.resumable and self.connector is not None:
-                raise ValueError(
-                    "a streaming-input session gives its blocks back between turns, "
-                    "which a KV connector (--kv-transfer-config) does not know: send "
-                    "each turn as a request"
-                )
+            if self.connector is not None:
+                check_session(request)
             options.check_length(self._limits.config, room)
             self._check_room(self._in_session(request, options), room)
         except ValueError as error:
