@@ -26,7 +26,7 @@ from vllm_h2o.policy.profile import NO_PROFILE, HeadProfile
 
 logger = init_logger(f"vllm.{__name__}")
 
-VERSION = 5
+VERSION = 6
 """Of a file; models with files of others are measured again."""
 LEAST_COSINE = 0.998
 """Cosine of the answers of one model in two dtypes, at least."""

@@ -45,7 +45,7 @@ def trials_of(
                 for by_head, blocks in ((True, own), (False, alike)):
                     tokens = blocks * _BLOCK
                     errors = _errors_at(curves[text], grid, tokens) * (tokens < length)
-                    total = float(f"{np.sqrt(errors).sum():.4g}")
+                    total = float(f"{errors.sum():.4g}")
                     found.setdefault(Way(rule, by_head).name, []).append(total)
         for name, by_text in found.items():
             lost.setdefault(name, []).append(by_text)

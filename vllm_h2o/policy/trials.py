@@ -2,12 +2,15 @@
 
 Each is tried on texts that nothing was learned from (`vllm_h2o.calibration.trying`):
 
-    lost[way, text, B]  =  sum over layers and KV heads g of sqrt(e[g, rule, B_g])
+    lost[way, text, B]  =  sum over layers and KV heads g of e[g, rule, B_g]
     regret[way, B]      =  max over texts of lost[way, text, B] / min over ways
 
 with the errors e of `vllm_h2o.calibration.sensitivity`, and the budgets B_g that a
-profile of the other texts gives the heads, or B alike. Roots are lengths of changes,
-whose sum bounds the change of the stream. A start takes the way with the least regret
+profile of the other texts gives the heads, or B alike. Errors are squares of changes:
+those of heads that change apart add up, and so does the divergence of the answers,
+which is quadratic in small changes. Of their roots, whose sum is a bound, equal heads
+have hardly more than a profile where the divergence is twice as large, or eight times
+(docs/benchmarks/log/quality.md). A start takes the way with the least regret
 at the share of the context that its budget is: what is best on most texts and does harm
 on one is not used (Savage, The Theory of Statistical Decision, 1951).
 """
