@@ -21,6 +21,20 @@ SYSTEM_LABELS = {
     "shared_blocks": "shared ",
     "torch": "authors' ",
 }
+MODELS = {
+    "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder-1.5B",
+    "qwen2.5-coder-0.5b-instruct": "Qwen2.5-Coder-0.5B",
+    "smollm2-135m-instruct": "SmolLM2-135M",
+    "gemma-3-270m": "Gemma 3 270M",
+}
+BARS = {
+    "h2o int8": "h2o as it comes, in int8",
+    "h2o": "in the model's type",
+    "h2o prompt_score=attention": "the same by attention",
+    "kvpress snapkv": "kvpress SnapKV",
+}
+OF_MODELS = "quality-qwen-1.5b.csv", "quality-models-2.csv", "quality-unseen-2.csv"
+"""Results of texts on which nothing was chosen; of equal rows that of the first."""
 
 
 def draw(csv_path: Path, folder: Path = FOLDER) -> list[Path]:
@@ -28,6 +42,41 @@ def draw(csv_path: Path, folder: Path = FOLDER) -> list[Path]:
     with csv_path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [*_loss(rows, folder), *_retrieval(rows, folder)]
+
+
+def divergences(rows: list[dict[str, str]]) -> dict[str, dict[str, float]]:
+    """KL divergence in nats by model and system, where these have 20 % of the bytes."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        least, most = (0.3, 0.4) if "int8" in row["policy"] else (0.19, 0.21)
+        is_one = row["metric"] == "kl_nats" and row["model"] in MODELS
+        if is_one and least < float(row["budget_fraction"]) < most:
+            of_model = found.setdefault(row["model"], {})
+            of_model.setdefault(name_of(row), float(row["value"]))
+    return found
+
+
+def draw_models(results: Path, folder: Path = FOLDER) -> Path:
+    """Draw what models of several makes lose at 20 % of the memory."""
+    rows: list[dict[str, str]] = []
+    for name in OF_MODELS:
+        with (results / name).open(newline="") as file:
+            rows += csv.DictReader(file)
+    found = divergences(rows)
+    figure, axes = _figure()
+    for i, (system, label) in enumerate(BARS.items()):
+        bars = [
+            (place + 0.2 * i, found[model][system])
+            for place, model in enumerate(MODELS)
+            if system in found[model]
+        ]
+        x, y = zip(*bars, strict=True)
+        color = color_of(system) if i in (0, 3) else ("#f59e0b", "#fcd34d")[i - 1]
+        axes.bar(x, y, width=0.19, label=label, color=color)
+    axes.set_xticks([0.3 + place for place in range(len(MODELS))], MODELS.values())
+    axes.set_ylabel("KL divergence from the full cache, nats per token")
+    axes.legend(title="20 % of the KV memory")
+    return _save(figure, axes, {}, folder / "quality-models.png")
 
 
 def name_of(row: dict[str, str]) -> str:
@@ -148,7 +197,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--csv", default="benchmarks/results/quality.csv")
-    for path in draw(Path(parser.parse_args().csv)):
+    results = Path(parser.parse_args().csv)
+    for path in (*draw(results), draw_models(results.parent)):
         print(path)
 
 

@@ -3,6 +3,7 @@
 import csv
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from benchmarks.quality.cells import (
     run,
     run_apart,
 )
-from benchmarks.quality.plot import draw, loss_deltas
+from benchmarks.quality.plot import divergences, draw, draw_models, loss_deltas
 from benchmarks.quality.reading import ForcedRecord, write_reference
 from benchmarks.quality.ruler import TASKS as RULER_TASKS
 from benchmarks.quality.ruler import ruler_questions
@@ -54,6 +55,28 @@ from benchmarks.smollm2 import ensure_model
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ensure_model())
+
+
+def test_models_are_beside_each_other_at_equal_memory(tmp_path):
+    """In int8 a fifth of the bytes has more tokens; of equal rows the first counts."""
+    model = "smollm2-135m-instruct"
+    names = "policy", "system", "budget_fraction", "value", "model", "metric"
+    rows = [
+        dict(zip(names, row, strict=True))
+        for row in (
+            ("h2o", "vllm_h2o", "0.2000", "0.02", model, "kl_nats"),
+            ("h2o", "vllm_h2o", "0.2000", "0.9", model, "kl_nats"),
+            ("h2o", "vllm_h2o", "0.1000", "0.3", model, "kl_nats"),
+            ("h2o int8", "vllm_h2o", "0.3500", "0.01", model, "kl_nats"),
+            ("h2o int8", "vllm_h2o", "0.1750", "0.3", model, "kl_nats"),
+            ("snapkv", "kvpress", "0.2008", "0.2", model, "kl_nats"),
+            ("tova", "kvpress", "0.2000", "7", model, "loss_delta_nats"),
+        )
+    ]
+    found = {"h2o": 0.02, "h2o int8": 0.01, "kvpress snapkv": 0.2}
+    assert divergences(rows) == {model: found}
+    drawn = draw_models(Path("benchmarks/results"), tmp_path)
+    assert drawn.stat().st_size > 10_000
 
 
 def test_texts_are_real_and_of_every_kind(tokenizer):
