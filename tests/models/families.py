@@ -2,7 +2,7 @@
 
     python -m tests.models.families [NAME ..]
 
-Prints the rows of the table in docs/compatibility.md, as `python -m vllm_h2o.check`
+Prints the rows of the table in docs/models.md, as `python -m vllm_h2o.check`
 finds them; configs have no quantization and no scaling of positions.
 """
 

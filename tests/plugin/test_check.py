@@ -12,7 +12,7 @@ from tests.engine.tiny_models import save_llama, save_qwen3_next
 from tests.models.families import FAMILIES
 from vllm_h2o.check import main
 
-TABLE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def run(*arguments):

@@ -1,7 +1,7 @@
 """The attention backends on CUDA: FlashAttention or Triton for prompts.
 
 Tests run these classes over real vLLM classes on CPU tensors, with the Triton kernels
-interpreted (tests/gpu_path); what was seen on a GPU is in docs/compatibility.md.
+interpreted (tests/gpu_path); what was seen on a GPU is in docs/gpus.md.
 
 CUDA graphs: batches of decodes alone run under full graphs, all others piecewise,
 where attention is outside the graphs. The worker sees to it that a

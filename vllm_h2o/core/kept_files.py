@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.logger import init_logger
 
 from vllm_h2o.core.plan import Save
-from vllm_h2o.core.snapshots import Kept, Snapshot, suiting
+from vllm_h2o.core.snapshots import KeyedSnapshot, Snapshot, suiting
 from vllm_h2o.policy.ladder import Climb, Ladder
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class KeptFiles:
         )
 
     def _begin(self) -> None:
-        self._entries: dict[str, Kept] = {}
-        self._by_key: dict[bytes, list[Kept]] = {}
+        self._entries: dict[str, KeyedSnapshot] = {}
+        self._by_key: dict[bytes, list[KeyedSnapshot]] = {}
         self._asked: dict[str, float] = {}
         self._dropped: set[tuple[str, str]] = set()
         self._seen, self._looked, self._retry_at = -1, 0.0, math.inf
@@ -371,7 +371,7 @@ def _touch(paths: tuple[str, ...]) -> None:
 _DAMAGED = (SafetensorError, KeyError, TypeError, ValueError, AttributeError)
 
 
-def _read(paths: tuple[str, ...]) -> Kept:
+def _read(paths: tuple[str, ...]) -> KeyedSnapshot:
     """What files are of, as the first of them says.
 
     Raises:
@@ -394,4 +394,4 @@ def _read(paths: tuple[str, ...]) -> Kept:
         about["scored_from"],
         paths,
     )
-    return Kept(snapshot, about["tail"], about["session"])
+    return KeyedSnapshot(snapshot, about["tail"], about["session"])

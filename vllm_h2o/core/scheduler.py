@@ -309,8 +309,9 @@ class H2OScheduler(AsyncScheduler):
     ) -> KVConnectorMetadata:
         manager = self.h2o_managers[0]
         assert manager.released is not None
-        forget_released(connector, manager.released)
-        manager.released = []
+        if manager.released:
+            forget_released(connector, manager.released)
+            manager.released = []
         return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from vllm_h2o.policy.ladder import Climb
 
-_Kind = TypeVar("_Kind", bound="Kept")
+_Kind = TypeVar("_Kind", bound="KeyedSnapshot")
 _FEWEST = 64
 """Entries whose blocks are gone are dropped only where there are more than these."""
 
@@ -61,13 +61,13 @@ class KeptLimits(NamedTuple):
 
 
 @dataclass(eq=False)
-class Kept:
-    """What is known by its tokens, in the pool or in files.
+class KeyedSnapshot:
+    """A snapshot that is found by its tokens, in the pool or in files.
 
     Attributes:
         snapshot: What a request held.
         tail: Its tokens behind the last whole block of them.
-        session: The name that it had, as the place of it writes names.
+        session: The name that the request had; in files, its hash.
     """
 
     snapshot: Snapshot
@@ -112,7 +112,7 @@ def suiting(
 
 
 @dataclass(eq=False)
-class Entry(Kept):
+class Entry(KeyedSnapshot):
     """What is kept of a request in the pool.
 
     Attributes:

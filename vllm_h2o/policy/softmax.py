@@ -20,8 +20,8 @@ def attention_of(
     Args:
         logits: `[..., n]` float32 of a query and its keys, times the softmax scale;
             overwritten.
-        hidden: Bool that broadcasts to them, or to their last columns: what a query
-            does not see; None: nothing.
+        hidden: `[..., m]` bool, of the last m keys: what a query does not see; None:
+            nothing.
         softcap: Logit soft cap (Gemma 2), 0 for none.
         sink: `[...]` float32 logit of a token that takes attention and gives nothing
             (gpt-oss), not capped; None: there is none.
