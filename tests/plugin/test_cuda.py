@@ -26,7 +26,7 @@ from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend
 from vllm_h2o.attention.heads import HeadBudgets
-from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, splitting
+from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, read_bytes, splitting
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.core.settings import h2o_config
@@ -295,6 +295,21 @@ def test_dense_rows_beside_int8_have_scratch_of_their_own(on_cuda, monkeypatch):
     parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
     assert taken == sum(part.nbytes for part in parts)
     assert taken > DecodeScratch.bytes_of(*heads, budget, budget, slots, "cpu")
+
+
+@pytest.mark.parametrize(
+    "options, fresh",
+    [({}, None), ({"prefill_chunk": 64}, 512), ({"keep": "end"}, 2048)],
+)
+def test_memory_for_reading_on_is_reserved(config, on_cuda, options, fresh):
+    """For a chunk of twice the memory that is held, or a turn as long as any."""
+    config.model_config.max_model_len = 2048
+    spec = spec_of(config)
+    spec = replace(spec, h2o=replace(spec.h2o, **options))
+    taken = gpu_worker.reading_bytes(config, {"layer": spec, "other": object()})
+    shape = 9, 3, 64, spec.dtype.itemsize
+    most = spec.largest_budget
+    assert taken == (read_bytes(most, fresh, fresh, *shape) if fresh else 0)
 
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_h2o.attention.device_tables import NUM_SIZES
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin.worker import H2OWorker
+from vllm_h2o.policy.chunks import chunk_tokens
 from vllm_h2o.policy.quantization import NUM_SCALES
 
 if TYPE_CHECKING:
@@ -65,8 +66,9 @@ class H2OGPUWorker(H2OWorker, Worker):
         assert self._resolved is not None
         scratch += table_bytes(specs, self._resolved)
         scratch += log_bytes(self.vllm_config, specs, num_blocks)
+        scratch += reading_bytes(self.vllm_config, specs)
         logger.info_once(
-            "H2O's decode steps take %s GiB beside the KV cache, for up to %d rows "
+            "H2O's steps take %s GiB beside the KV cache, for up to %d rows "
             "(--max-num-seqs)",
             format_gib(scratch), self.vllm_config.scheduler_config.max_num_seqs,
         )  # fmt: skip
@@ -204,6 +206,39 @@ def log_bytes(
             lost = 2 * spec.head_size * item + 4 * (2 + NUM_SCALES)
             num_bytes += 4 * slots + max_rows * spec.num_kv_heads * lost
     return most_drafts * num_bytes
+
+
+def reading_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
+    """Bytes of reading a later chunk or a turn that goes on: one layer's at a time.
+
+    Args:
+        vllm_config: The engine's.
+        specs: Of all layers.
+    """
+    from vllm_h2o.attention.ops.triton import read_bytes
+
+    longest = vllm_config.model_config.max_model_len
+    step = vllm_config.scheduler_config.max_num_batched_tokens
+    num_heads = vllm_config.model_config.get_num_attention_heads(
+        vllm_config.parallel_config
+    )
+    most = 0
+    for spec in specs.values():
+        if not isinstance(spec, H2OAttentionSpec) or not spec.h2o.reads_on:
+            continue
+        chunk = chunk_tokens(
+            spec.h2o.prefill_chunk, spec.layout.budget, spec.block_size,
+            spec.h2o.slots_per_token,
+        )  # fmt: skip
+        fresh = longest if spec.h2o.keeps else min(chunk, longest)
+        most = max(
+            most,
+            read_bytes(
+                min(spec.largest_budget, longest), fresh, min(step, fresh), num_heads,
+                spec.num_kv_heads, spec.head_size, spec.dtype.itemsize,
+            ),
+        )  # fmt: skip
+    return most
 
 
 def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:

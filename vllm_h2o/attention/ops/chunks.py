@@ -21,7 +21,7 @@ from vllm_h2o.attention.ops.resident import (
 from vllm_h2o.attention.ops.types import Chunk, Held, LayerParams, ScoredLayer
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.layout import place_of
+from vllm_h2o.policy.layout import SlotLayout, place_of
 from vllm_h2o.policy.methods import Method, Queries, State, has_prompt_rules
 from vllm_h2o.policy.quantization import dequantize
 from vllm_h2o.policy.selection import select_residents
@@ -128,6 +128,26 @@ def move_keys(
         held_heads.write()
 
 
+def most_held(held: Held, num_kv_heads: int, params: LayerParams) -> int:
+    """Tokens that the KV head with the most holds."""
+    layouts = params.layouts_of(held.placement, num_kv_heads)
+    return max(
+        min(_places(held, held.num_tokens, head, layout, params), layout.budget)
+        for head, layout in enumerate(layouts)
+    )
+
+
+def _places(
+    held: Held, num_tokens: int, head: int, layout: SlotLayout, params: LayerParams
+) -> int:
+    """Tokens of a KV head that have had a place, of so many of the request."""
+    before = layout.budget
+    if held.grown_at:
+        assert params.placements is not None
+        before = params.placements.held(held.placement, head)
+    return place_of(num_tokens, held.grown_at, before)
+
+
 class HeldHead:
     """What a KV head holds, in the order of its tokens' births.
 
@@ -154,13 +174,9 @@ class HeldHead:
         self.head, self._content, self._quantized = head, content, pages.quantized
         placement, num_kv_heads = held.placement, pages.keys.shape[1]
         self.layout = params.layouts_of(placement, num_kv_heads)[head]
-        before, grown_at = self.layout.budget, held.grown_at
-        if grown_at:
-            assert params.placements is not None
-            before = params.placements.held(placement, head)
-        places = place_of(held.num_tokens, grown_at, before)
+        places = _places(held, held.num_tokens, head, self.layout, params)
         self.count = min(places, self.layout.budget)
-        self.most_places = place_of(end, grown_at, before)
+        self.most_places = _places(held, end, head, self.layout, params)
         slots = torch.arange(self.count, device=pages.keys.device)
         births = self.get("births", slots)
         self.slots = births.argsort(stable=True)

@@ -5,7 +5,7 @@ Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from vllm_h2o.attention.ops.reference import attend_observed, start
-from vllm_h2o.attention.ops.triton.chunks import compress_chunk, move_keys, read_on
+from vllm_h2o.attention.ops.triton.chunks import compress_chunk, move_keys
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
 from vllm_h2o.attention.ops.triton.growth import order_rings
 from vllm_h2o.attention.ops.triton.launch import (
@@ -15,6 +15,7 @@ from vllm_h2o.attention.ops.triton.launch import (
     decode_resident,
     draft_log,
 )
+from vllm_h2o.attention.ops.triton.reading_on import read_bytes, read_on
 from vllm_h2o.attention.ops.triton.scoring import observe
 from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.splitting import (
@@ -40,6 +41,7 @@ __all__ = [
     "move_keys",
     "observe",
     "order_rings",
+    "read_bytes",
     "read_on",
     "score_by_gate",
     "slots_with_logits",

@@ -1,4 +1,4 @@
-"""Reading on: what KV heads hold is copied out of their slots, and into them again."""
+"""Where a chunk ends: what KV heads hold is copied out of their slots, and back."""
 
 from __future__ import annotations
 
@@ -139,6 +139,5 @@ class StagedHead:
         self._heads.slots[self._head, : len(slots)] = slots
 
 
-read_on = functools.partial(chunks.read_on, hold=StagedHeads)
 compress_chunk = functools.partial(chunks.compress_chunk, hold=StagedHeads)
 move_keys = functools.partial(chunks.move_keys, hold=StagedHeads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -96,12 +98,12 @@ def lse_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[*_VARYING, "attention_stride"],
+    do_not_specialize=[*_VARYING, "attention_stride", "most_held"],
     do_not_specialize_on_alignment=["blocks"],
 )
 def observe_kernel(
     query, query_strides, keys, keys_strides, blocks, lse, weights, attention,
-    attention_stride, num_queries, first_position, scale, softcap,
+    attention_stride, held, most_held, num_queries, first_position, scale, softcap,
     SOFTCAP: tl.constexpr, DECAYS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -114,11 +116,19 @@ def observe_kernel(
     Grid `(tiles of tokens, num_kv_heads)`: tokens outside, queries inside, so
     nothing is shared between programs and the sums have one order.
 
+    Where KV head g has `held[g]` tokens before those that positions count, the
+    attention of the latter is `most_held` columns behind the first of the former.
+
     Reference: policy/methods/sum.py::observe, but for its decay of older attention.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    num_tokens = first_position + num_queries
     tokens = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    column = tokens
+    if held is not None:
+        num_held = tl.load(held + kv_head)
+        first_position += num_held
+        column += tl.where(tokens < num_held, 0, most_held - num_held)
+    num_tokens = first_position + num_queries
     exists = tokens < num_tokens
     received = tl.zeros([BLOCK_K], tl.float32)
     # Queries before the tile's first token see none of it.
@@ -145,7 +155,7 @@ def observe_kernel(
                 weight = tl.load(weights + rows, mask=in_batch, other=0.0)
                 probs *= weight[:, None]
             received += tl.sum(probs, axis=0)
-    at = kv_head * attention_stride + tokens
+    at = kv_head * attention_stride + column
     old = tl.load(attention + at, mask=exists, other=0.0)
     tl.store(attention + at, old + received, mask=exists)
 
@@ -172,44 +182,92 @@ def observe(
             logits over all it sees but a sink, as flash attention returns it where
             there is none; None computes it.
     """
-    num_queries, num_heads, head_size = query.shape
-    _, num_kv_heads, _, block_size = pages.keys.shape
-    check_supported(query.dtype, head_size, block_size, num_heads, num_kv_heads)
-    assert query.stride(2) == 1 and dense_blocks.is_contiguous()
-    num_tokens = first_position + num_queries
-    attention = state["attention"]
-    assert attention.stride(1) == 1 and attention.shape[1] >= num_tokens
-    score_decay, softcap = params.score_decay, params.softcap
-    if score_decay != 1.0:
-        attention.mul_(score_decay**num_queries)
-    keys = pages.keys.transpose(2, 3)
-    block_d = triton.next_power_of_2(head_size)
-    row_bytes = block_d * query.element_size()
-    shared = {
-        "query": query, "query_strides": query.stride()[:2],
-        "keys": keys, "keys_strides": keys.stride(), "blocks": dense_blocks,
-        "num_queries": num_queries, "first_position": first_position,
-        "scale": params.scale, "softcap": softcap, "SOFTCAP": softcap > 0.0,
-        "GROUP": num_heads // num_kv_heads, "HEAD_SIZE": head_size,
-        "BLOCK_SIZE": block_size, "BLOCK_D": block_d,
-        "BLOCK_Q": min(64, _tile(_QUERY_TILE_BYTES, row_bytes)),
-        "BLOCK_K": _tile(_KEY_TILE_BYTES, row_bytes),
-        "num_warps": 4, "num_stages": 2,
-    }  # fmt: skip
     if lse is None:
-        lse = _log_sum_exp(shared, num_heads, num_tokens)
-    assert lse.shape == (num_heads, num_queries) and lse.is_contiguous()
+        shared = _shared(query, pages.keys, dense_blocks, first_position, params)
+        lse = _log_sum_exp(shared, query.shape[1], first_position + len(query))
     if params.sink_logits is not None:
         lse = torch.logaddexp(lse, params.sink_logits.float()[:, None])
+    add_up(query, pages.keys, dense_blocks, first_position, state, params, lse)
+
+
+def add_up(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    blocks: torch.Tensor,
+    first_position: int,
+    state: State,
+    params: LayerParams,
+    lse: torch.Tensor,
+    held: torch.Tensor | None = None,
+    most_held: int = 0,
+) -> None:
+    """Let queries score, whose log-sum-exps are known.
+
+    Args:
+        query: `[m, num_heads, head_size]` after RoPE, at `first_position` and on.
+        keys: `[num_pages, num_kv_heads, head_size, page_size]`, any strides.
+        blocks: `[pages]` those of the tokens, in their order, of any integer type.
+        first_position: Of the queries.
+        state: `[num_kv_heads, >= most_held + first_position + m]`.
+        params: The layer's constants.
+        lse: `[num_heads, m]` float32 of each query's logits and its sink, natural.
+        held: `[num_kv_heads]` int32 tokens before those that positions count, if each
+            KV head has another number of them; `observe_kernel` says where they are.
+        most_held: The largest of them, or more.
+    """
+    num_queries, num_heads, _ = query.shape
+    num_kv_heads = keys.shape[1]
+    shared = _shared(query, keys, blocks, first_position, params)
+    attention, score_decay = state["attention"], params.score_decay
+    num_tokens = most_held + first_position + num_queries
+    assert attention.stride(1) == 1 and attention.shape[1] >= num_tokens
+    assert lse.shape == (num_heads, num_queries) and lse.is_contiguous()
     weights = lse
     if score_decay != 1.0:
+        attention.mul_(score_decay**num_queries)
         age = torch.arange(num_queries - 1, -1, -1, device=query.device)
         weights = torch.pow(torch.full_like(age, score_decay, dtype=torch.float32), age)
     observe_kernel[(triton.cdiv(num_tokens, shared["BLOCK_K"]), num_kv_heads)](
         lse=lse, weights=weights,
         attention=attention, attention_stride=attention.stride(0),
+        held=held, most_held=most_held,
         DECAYS=score_decay != 1.0, **shared,
     )  # fmt: skip
+
+
+def _shared(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    blocks: torch.Tensor,
+    first_position: int,
+    params: LayerParams,
+) -> dict[str, Any]:
+    """The arguments that both kernels share."""
+    num_queries, num_heads, head_size = query.shape
+    num_kv_heads, block_size = keys.shape[1], keys.shape[3]
+    check_supported(query.dtype, head_size, block_size, num_heads, num_kv_heads)
+    assert query.stride(2) == 1 and blocks.is_contiguous()
+    keys = keys.transpose(2, 3)
+    return {
+        "query": query, "query_strides": query.stride()[:2],
+        "keys": keys, "keys_strides": keys.stride(), "blocks": blocks,
+        "num_queries": num_queries, "first_position": first_position,
+        "scale": params.scale, "softcap": params.softcap,
+        "SOFTCAP": params.softcap > 0.0,
+        "GROUP": num_heads // num_kv_heads, "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": block_size, **tiles_of(query), "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip
+
+
+def tiles_of(query: torch.Tensor) -> dict[str, int]:
+    """Queries and tokens that a program has at once."""
+    block_d = triton.next_power_of_2(query.shape[2])
+    row_bytes = block_d * query.element_size()
+    return {
+        "BLOCK_Q": min(64, _tile(_QUERY_TILE_BYTES, row_bytes)),
+        "BLOCK_K": _tile(_KEY_TILE_BYTES, row_bytes),
+        "BLOCK_D": block_d,
+    }
 
 
 def _log_sum_exp(shared: dict, num_heads: int, num_tokens: int) -> torch.Tensor:
