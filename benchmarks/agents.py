@@ -10,7 +10,9 @@ engine: `full`, all tokens kept; `again`, each step reads all that came before a
 compresses it; `continue`, each step goes on from what the step before has held.
 
 Beside tasks that are completed: their leading turns that are right, as most tasks are
-beyond a small model, calls that a tool refused, and tasks that do not end.
+beyond a small model, calls that a tool refused, answers that do not end, and tasks that
+do not. Other than the leaderboard's: calls may stand in the form that the chat template
+asks for or in a block of JSON, and numbers that tools could not bear are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from benchmarks.packages import download
 from benchmarks.process import run_in_process
 from benchmarks.recall import AGAIN, CONTINUE, FULL
 from benchmarks.report import write_json
-from benchmarks.smollm2 import ensure_model
 
 WAYS: dict[str, dict[str, Any]] = {
     FULL: {"policy": "full"},
@@ -74,7 +75,8 @@ class Leaderboard:
             row | {"ground_truth": truth["ground_truth"]}
             for row, truth in zip(rows, truths, strict=True)
         ]
-        return [whole[i * len(whole) // count] for i in range(min(count, len(whole)))]
+        count = min(count, len(whole))
+        return [whole[i * len(whole) // count] for i in range(count)]
 
     def tools(self, task: dict[str, Any]) -> list[dict[str, Any]]:
         """Functions of a task, as a chat template takes them."""
@@ -84,7 +86,6 @@ class Leaderboard:
             for document in _lines(
                 self._data / "multi_turn_func_doc" / self._documents[name]
             )
-            if document["name"] not in task.get("excluded_function", [])
         ]
 
     def run(self, task: dict[str, Any], calls: list[str], owner: str) -> list[str]:
@@ -143,8 +144,12 @@ def calls_of(text: str) -> list[tuple[str, dict[str, Any]]]:
     for parts in _CALL.findall(text):
         try:
             call = json.loads("".join(parts))
-            found.append((str(call["name"]), dict(call.get("arguments") or {})))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            arguments = call.get("arguments") or {}
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            if isinstance(arguments, dict):
+                found.append((str(call["name"]), arguments))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
     return found
 
@@ -165,8 +170,11 @@ class Agent:
         names: Of the functions that there are.
         prompt: Token ids of all that was said.
         calls: By turn and step.
-        refused: Calls to which a tool answered with an error.
-        continued: Tokens of prompts that were gone on from.
+        called: Calls, and of functions that are not there.
+        refused: Of them those to which a tool answered with an error.
+        read: Tokens of prompts, but for the first.
+        continued: Of them those that were gone on from.
+        unending: Answers that were cut.
         answers: What the model said, step by step.
         ended: Why it works no longer: `"turns"` if there is none left.
     """
@@ -176,8 +184,11 @@ class Agent:
     names: set[str]
     prompt: list[int]
     calls: list[list[list[str]]] = field(default_factory=lambda: [[]])
+    called: int = 0
     refused: int = 0
+    read: int = 0
     continued: int = 0
+    unending: int = 0
     answers: list[str] = field(default_factory=list)
     ended: str = ""
 
@@ -208,11 +219,11 @@ class Agent:
         """
         answer = output.outputs[0]
         report = output.kv_transfer_params["h2o"]
-        self.continued += report.get("tokens_continued", 0)
+        if self.answers:
+            self.read += len(self.prompt)
+            self.continued += report.get("tokens_continued", 0)
         self.answers.append(answer.text)
-        if answer.finish_reason != "stop":
-            self.ended = "an answer without end"
-            return
+        self.unending += answer.finish_reason != "stop"
         said: list[dict[str, str]]
         if calls := calls_of(answer.text):
             self.calls[-1].append([])
@@ -220,7 +231,7 @@ class Agent:
                 {"role": "tool", "content": self._call(leaderboard, *call)}
                 for call in calls
             ]
-            if len(self.calls[-1]) == job["steps"]:
+            if len(self.calls[-1]) > job["steps"]:
                 self.ended = "a turn without end"
                 return
         else:
@@ -230,7 +241,7 @@ class Agent:
                 return
             said = turns[len(self.calls)]
             self.calls.append([])
-        self.prompt += list(answer.token_ids) + _behind(tokenizer, said)
+        self.prompt += _behind(tokenizer, list(answer.token_ids), said)
         if len(self.prompt) + job["max_tokens"] > job["max_model_len"]:
             self.ended = "a prompt without end"
 
@@ -239,7 +250,10 @@ class Agent:
     ) -> str:
         """What a tool answers; a function that is not there never runs."""
         text = f"Error during execution: name '{name}' is not defined"
-        if name in self.names and all(key.isidentifier() for key in arguments):
+        self.called += 1
+        if not _bearable(arguments):
+            text = "Error during execution: the number is too large"
+        elif name in self.names and all(key.isidentifier() for key in arguments):
             call = as_python(name, arguments)
             self.calls[-1][-1].append(call)
             (text,) = leaderboard.run(self.task, [call], self.owner)
@@ -247,15 +261,29 @@ class Agent:
         return text
 
 
-def _behind(tokenizer: Any, said: list[dict[str, str]]) -> list[int]:
-    """Token ids of what stands between an answer's end token and the next answer."""
+def _bearable(arguments: dict[str, Any]) -> bool:
+    """Whether no power and no number of digits is asked for that takes for ever."""
+    given = (arguments.get(name, 0) for name in ("exponent", "precision"))
+    return all(isinstance(x, (int, float)) and abs(x) <= 1000 for x in given)
+
+
+def _behind(tokenizer: Any, answer: list[int], said: list[dict[str, str]]) -> list[int]:
+    """Token ids of an answer, its end if it has none, and what comes before the next.
+
+    Args:
+        tokenizer: Of the model.
+        answer: Token ids, as they were generated.
+        said: Messages behind it.
+    """
     messages = [{"role": "user", "content": "-"}]
     messages += [{"role": "assistant", "content": "@@@"}, *said]
     whole = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
-    text = whole[whole.index("@@@") + len("@@@") :].removeprefix(tokenizer.eos_token)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = whole[whole.index("@@@") + len("@@@") :]
+    if answer[-1] == tokenizer.eos_token_id:
+        text = text.removeprefix(tokenizer.eos_token)
+    return answer + tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -272,7 +300,7 @@ def main(argv: list[str] | None = None) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="", help="a folder; SmolLM2-135M")
+    parser.add_argument("--model", required=True, help="a folder; it calls tools")
     parser.add_argument("--tasks", type=int, default=20, help="evenly spread")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--budget", default="20%")
@@ -281,9 +309,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="as JSON")
     parser.add_argument("--output", type=Path, default=Path("build/agents.json"))
-    args = parser.parse_args(argv)
-    args.model = args.model or str(ensure_model())
-    return args
+    return parser.parse_args(argv)
 
 
 def work(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -326,6 +352,10 @@ def work(job: dict[str, Any]) -> list[dict[str, Any]]:
                         if not agent.ended:
                             agent.ask(llm.llm_engine, sampling)
             results += [_result(leaderboard, agent) for agent in agents]
+            if way == CONTINUE:
+                assert any(agent.continued for agent in agents), (
+                    "nothing is gone on from"
+                )
     llm.llm_engine.engine_core.shutdown()
     return results
 
@@ -343,17 +373,22 @@ def _agent(
 
 def _result(leaderboard: Leaderboard, agent: Agent) -> dict[str, Any]:
     turns = len(agent.task["question"])
-    right = leaderboard.turns_right(agent.task, agent.calls, agent.owner)
+    all_ended = agent.ended == "turns"
+    ended = agent.calls if all_ended else agent.calls[:-1]
+    right = leaderboard.turns_right(agent.task, ended, agent.owner)
     return {
         "way": agent.way,
         "task": agent.task["id"],
         "turns": turns,
         "turns_right": right,
-        "completed": right == turns and agent.ended == "turns",
+        "completed": right == turns and all_ended,
         "ended": agent.ended,
         "steps": sum(len(steps) for steps in agent.calls),
+        "called": agent.called,
         "refused": agent.refused,
+        "unending": agent.unending,
         "tokens": len(agent.prompt),
+        "tokens_read": agent.read,
         "tokens_continued": agent.continued,
         "calls": agent.calls,
         "answers": agent.answers,
@@ -366,12 +401,14 @@ def line(way: str, results: list[dict[str, Any]]) -> str:
     def total(name: str) -> int:
         return sum(x[name] for x in results)
 
-    calls = sum(len(calls_of(text)) for x in results for text in x["answers"])
+    continued = total("tokens_continued") / max(total("tokens_read"), 1)
     return (
         f"{way}: {total('completed')} of {len(results)} tasks completed, "
         f"{total('turns_right')} of {total('turns')} turns right, "
-        f"{total('refused')} of {calls} calls refused, "
-        f"{sum(x['ended'] != 'turns' for x in results)} do not end"
+        f"{total('refused')} of {total('called')} calls refused, "
+        f"{total('unending')} answers and "
+        f"{sum(x['ended'] != 'turns' for x in results)} tasks do not end, "
+        f"{continued:.0%} of later prompts gone on from"
     )
 
 

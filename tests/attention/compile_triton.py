@@ -237,6 +237,7 @@ if __name__ == "__main__":
         if name == "attend_kernel"
     ]
     launch_all(torch.float32, 80, 1, 48, softcap=30.0, kind="blocks")
+    launch_all(torch.float32, 96, 1, 16, softcap=30.0, kind="by head")
     launch_all(torch.bfloat16, 512, 16, 32, softcap=0.0, kind="int8")
     launch_all(torch.bfloat16, 256, 32, 32, softcap=0.0, kind="by head")
     shared = {}

@@ -19,6 +19,8 @@ from vllm_h2o.policy.methods import Sum
 from vllm_h2o.policy.reach import MovingKeys, Reach
 
 SIZE, HEAD_SIZE, GROUP = 16, 64, 3
+HEAD_SIZES = 80, 64, 64
+"""By layer."""
 STEPS = 100, 120, 150
 IN_TURN = torch.tensor([4, 1, 5, 2, 0] * 2, dtype=torch.int32)
 """Dense blocks of a chunk of 50 tokens, by position."""
@@ -41,12 +43,13 @@ class Allocated(TorchDispatchMode):
 
 def read_on(kernels, device, layer, dtype, grown_at, inside=NOWHERE, **how):
     """Attention of a chunk's steps, and all layers once it is compressed."""
-    layers, table = make_layers(dtype, HEAD_SIZE, SIZE, 1)
+    head_size = HEAD_SIZES[layer]
+    layers, table = make_layers(dtype, head_size, SIZE, 1)
     own = [clone(pages, device) for pages in layers]
     params = replace(params_of(own, layer, SIZE, **how), group=GROUP)
     model = torch.float32 if dtype == torch.int8 else dtype
     random = functools.partial(torch.randn, generator=torch.Generator().manual_seed(3))
-    dense = empty_pages(6, 2, HEAD_SIZE, SIZE, model)
+    dense = empty_pages(6, 2, head_size, SIZE, model)
     for part in (dense.keys, dense.values):
         part.copy_(random(part.shape))
     dense = clone(dense, device)
@@ -57,7 +60,7 @@ def read_on(kernels, device, layer, dtype, grown_at, inside=NOWHERE, **how):
     )  # fmt: skip
     state, outputs = {}, []
     for first, last in zip(STEPS, STEPS[1:], strict=False):
-        query = random((last - first, 2 * GROUP, HEAD_SIZE)).to(model).to(device)
+        query = random((last - first, 2 * GROUP, head_size)).to(model).to(device)
         output = torch.full_like(query, float("nan"))
         with inside:
             kernels.read_on(
@@ -120,8 +123,11 @@ def test_equals_reference(layer, dtype, grown_at):
     """In pages of other layers, of heads that are full, and whose budget has grown."""
     how = {"softcap": 5.0, "method": Sum(0.9)} if layer == 1 else {}
     moves = layer == 2 and dtype != torch.int8
+    sinks = torch.linspace(-2, 6, 2 * GROUP) if layer == 0 else None
     theirs, ours = (
-        how | ({"moving": moving(device)} if moves else {})
+        how
+        | ({"moving": moving(device)} if moves else {})
+        | ({} if sinks is None else {"sink_logits": sinks.to(device)})
         for device in ("cpu", DEVICE)
     )
     case = layer, dtype, grown_at

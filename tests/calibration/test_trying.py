@@ -21,7 +21,7 @@ def curves(seed, texts=3, layers=4, heads=2):
 
 def test_losses_are_those_of_the_budgets_that_others_give():
     past, by_rule = curves(0), {rule: curves(n) for n, rule in enumerate(RULES, 1)}
-    found = trials_of(GRID, LENGTH, past, by_rule).lost
+    found = trials_of(GRID, LENGTH, past, by_rule).errors
     assert {*found} == {way.name for way in WAYS}
     share = SHARES.index(0.2)
     blocks = round(0.2 * LENGTH / BLOCK)
@@ -45,5 +45,5 @@ def test_losses_are_those_of_the_budgets_that_others_give():
 
 
 def test_without_a_gate_heads_are_tried_alone():
-    found = trials_of(GRID, LENGTH, curves(0), {"attention": curves(1)}).lost
+    found = trials_of(GRID, LENGTH, curves(0), {"attention": curves(1)}).errors
     assert {*found} == {way.name for way in WAYS if way.rule == "attention"}

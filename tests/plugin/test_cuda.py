@@ -299,17 +299,17 @@ def test_dense_rows_beside_int8_have_scratch_of_their_own(on_cuda, monkeypatch):
 
 @pytest.mark.parametrize(
     "options, fresh",
-    [({}, None), ({"prefill_chunk": 64}, 512), ({"keep": "end"}, 2048)],
+    [({}, 0), ({"prefill_chunk": 64}, 512), ({"keep": "end"}, 7 * 128)],
 )
 def test_memory_for_reading_on_is_reserved(config, on_cuda, options, fresh):
-    """For a chunk of twice the memory that is held, or a turn as long as any."""
+    """For a chunk of twice the memory that is held, or all that the pool holds."""
     config.model_config.max_model_len = 2048
     spec = spec_of(config)
     spec = replace(spec, h2o=replace(spec.h2o, **options))
-    taken = gpu_worker.reading_bytes(config, {"layer": spec, "other": object()})
+    taken = gpu_worker.reading_bytes(config, {"layer": spec, "other": object()}, 7)
     shape = 9, 3, 64, spec.dtype.itemsize
     most = spec.largest_budget
-    assert taken == (read_bytes(most, fresh, fresh, *shape) if fresh else 0)
+    assert taken == (fresh and read_bytes(most, most + fresh, fresh, *shape))
 
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):

@@ -63,10 +63,18 @@ ROW = [[1.0, 2.0]] * len(SHARES)
 def test_a_profile_with_damaged_trials_is_none(lost):
     curves = [[[0.5, 0.1]]]
     with pytest.raises(ValueError, match="trials"):
-        HeadProfile([64, 128], curves, trials={"lost": lost})
+        HeadProfile([64, 128], curves, trials={"errors": lost})
+
+
+def test_trials_of_roots_are_refused():
+    """Which versions before added up; a profile's file may be of one."""
+    with pytest.raises(ValueError, match="measure it again"):
+        HeadProfile([64, 128], [[[0.5, 0.1]]], trials={"lost": {GATE.name: ROW}})
 
 
 def test_trials_are_kept_with_a_profile():
-    profile = HeadProfile([64, 128], [[[0.5, 0.1]]], trials={"lost": {GATE.name: ROW}})
+    profile = HeadProfile(
+        [64, 128], [[[0.5, 0.1]]], trials={"errors": {GATE.name: ROW}}
+    )
     assert HeadProfile.of_json(json.loads(profile.as_json())) == profile
     assert profile.stretched(4096, 1024).trials == profile.trials

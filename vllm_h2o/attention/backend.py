@@ -273,7 +273,10 @@ class H2OImpl(_StockImpl):
         if self.h2o.reads_on:
             chunk = Chunk(position + 1, 0, 0, 0, prompt, held)
             output, state = torch.empty_like(query), {}
-            kernels.read_on(query, position, dense, pages, chunk, state, params, output)
+            for _ in range(2):  # a chunk's first step, and one that has its state
+                kernels.read_on(
+                    query, position, dense, pages, chunk, state, params, output
+                )
             layer = ScoredLayer(pages, state, params, dense)
             kernels.compress_chunk([layer], chunk, self.h2o)
             if params.moving is not None:

@@ -162,7 +162,7 @@ def _chosen(
     chosen, share = ways[0], _share(model, config)
     regrets = {}
     if profile and profile.trials and len(ways) > 1:
-        regrets = Trials(**profile.trials).regrets(ways, share)
+        regrets = Trials.of_json(profile.trials).regrets(ways, share)
     if regrets:
         chosen = next(iter(regrets))
         told = ", ".join(f"{x:.2f} by {way.name}" for way, x in regrets.items())

@@ -66,7 +66,7 @@ class H2OGPUWorker(H2OWorker, Worker):
         assert self._resolved is not None
         scratch += table_bytes(specs, self._resolved)
         scratch += log_bytes(self.vllm_config, specs, num_blocks)
-        scratch += reading_bytes(self.vllm_config, specs)
+        scratch += reading_bytes(self.vllm_config, specs, num_blocks)
         logger.info_once(
             "H2O's steps take %s GiB beside the KV cache, for up to %d rows "
             "(--max-num-seqs)",
@@ -208,12 +208,15 @@ def log_bytes(
     return most_drafts * num_bytes
 
 
-def reading_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
+def reading_bytes(
+    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_blocks: int
+) -> int:
     """Bytes of reading a later chunk or a turn that goes on: one layer's at a time.
 
     Args:
         vllm_config: The engine's.
         specs: Of all layers.
+        num_blocks: Of the pool, which has all tokens that are read at once.
     """
     from vllm_h2o.attention.ops.triton import read_bytes
 
@@ -230,14 +233,13 @@ def reading_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int
             spec.h2o.prefill_chunk, spec.layout.budget, spec.block_size,
             spec.h2o.slots_per_token,
         )  # fmt: skip
-        fresh = longest if spec.h2o.keeps else min(chunk, longest)
-        most = max(
-            most,
-            read_bytes(
-                min(spec.largest_budget, longest), fresh, min(step, fresh), num_heads,
-                spec.num_kv_heads, spec.head_size, spec.dtype.itemsize,
-            ),
+        fresh = min(longest if spec.h2o.keeps else chunk, num_blocks * spec.block_size)
+        held = min(spec.largest_budget, longest)
+        taken = read_bytes(
+            held, min(held + fresh, longest), min(step, fresh), num_heads,
+            spec.num_kv_heads, spec.head_size, spec.dtype.itemsize,
         )  # fmt: skip
+        most = max(most, taken)
     return most
 
 

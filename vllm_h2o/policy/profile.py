@@ -102,7 +102,7 @@ class HeadProfile:
         if self.gate is not None:
             self.gate_weights()
         if self.trials is not None:
-            Trials(**self.trials)
+            Trials.of_json(self.trials)
 
     def gate_weights(self) -> npt.NDArray[np.float32]:
         """`[num_layers, num_kv_heads, F]` weights of the gate.

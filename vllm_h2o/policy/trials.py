@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from vllm_h2o.policy.options import ATTENTION, GATE
 
@@ -55,15 +55,26 @@ class Trials:
     """What the ways lost on texts that nothing was learned from.
 
     Attributes:
-        lost: By the name of a way, `[len(SHARES)][texts]`.
+        errors: By the name of a way, `[len(SHARES)][texts]`.
     """
 
-    lost: Mapping[str, Sequence[Sequence[float]]]
+    errors: Mapping[str, Sequence[Sequence[float]]]
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Of what `as_json` has made.
+
+        Raises:
+            ValueError: It is damaged, or of a version that added up other numbers.
+        """
+        if set(fields) != {"errors"}:
+            raise ValueError(f"trials have {sorted(fields)}: measure it again")
+        return cls(**fields)
 
     def __post_init__(self) -> None:
-        if not self.lost or not {*self.lost} <= {way.name for way in WAYS}:
-            raise ValueError(f"trials are of {sorted(self.lost)}: measure it again")
-        tables = [*self.lost.values()]
+        if not self.errors or not {*self.errors} <= {way.name for way in WAYS}:
+            raise ValueError(f"trials are of {sorted(self.errors)}: measure it again")
+        tables = [*self.errors.values()]
         shapes = {(len(table), *map(len, table)) for table in tables}
         rows = [row for table in tables for row in table]
         if len(shapes) != 1 or len(tables[0]) != len(SHARES) or not all(rows):
@@ -80,7 +91,7 @@ class Trials:
         """
         apart = [abs(math.log(each / share)) for each in SHARES]
         nearest = apart.index(min(apart))
-        lost = {w: self.lost[w.name][nearest] for w in ways if w.name in self.lost}
+        lost = {w: self.errors[w.name][nearest] for w in ways if w.name in self.errors}
         least = [max(min(text), 1e-30) for text in zip(*lost.values(), strict=True)]
         regrets = {
             way: max(x / y for x, y in zip(mine, least, strict=True))
@@ -90,4 +101,4 @@ class Trials:
 
     def as_json(self) -> dict[str, Any]:
         """What `HeadProfile.trials` keeps: this class's fields."""
-        return {"lost": self.lost}
+        return {"errors": self.errors}

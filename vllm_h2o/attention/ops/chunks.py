@@ -1,7 +1,7 @@
 """Reading on in plain torch: chunks of a prompt, beside what is held of those before.
 
-The oracle, and what runs: torch's products take most of the time. Where kernels find
-what is held is theirs to say (`Hold`).
+The oracle, and what runs on CPU, where torch's products take most of the time; on CUDA
+where a chunk ends too. Where kernels find what is held is theirs to say (`Hold`).
 """
 
 from __future__ import annotations
@@ -42,26 +42,24 @@ def read_on(
     state: State,
     params: LayerParams,
     output: torch.Tensor,
-    *,
-    hold: Hold | None = None,
 ) -> None:
-    """See `Kernels.read_on`; `hold` finds what heads hold, None: page by page."""
-    heads = (hold or HeldHeads)(pages, chunk.held, chunk.end, params).heads
-    most_held = max(held.count for held in heads)
+    """See `Kernels.read_on`."""
+    heads = HeldHeads(pages, chunk.held, chunk.end, params).heads
+    most = most_held(chunk.held, len(heads), params)
     end = first_position + len(query)
     if not state:
-        _begin(state, heads, most_held, chunk, params.method)
+        _begin(state, heads, most, chunk, params.method)
     read = torch.arange(chunk.start, end, device=query.device)
     blocks = chunk.blocks.long()
     group = query.shape[1] // len(heads)
     for held in heads:
         tokens = tokens_of(dense, blocks, held.head, read)
-        _start(state, held, tokens, first_position, most_held, chunk, params.method)
+        _start(state, held, tokens, first_position, most, chunk, params.method)
         keys, values = (
             torch.cat([held.vectors(what), tokens[what].float()])
             for what in ("keys", "values")
         )
-        seen = held.columns(most_held, len(read))
+        seen = held.columns(most, len(read))
         mine = {name: whole[held.head, seen] for name, whole in state.items()}
         part = slice(held.head * group, (held.head + 1) * group)
         sink = params.sink_logits
@@ -85,17 +83,17 @@ def compress_chunk(
     *,
     hold: Hold | None = None,
 ) -> None:
-    """See `Kernels.compress_chunk`; `hold` as of `read_on`."""
+    """See `Kernels.compress_chunk`; `hold` finds what heads hold: None, by pages."""
     for layer in layers:
         params, device = layer.params, layer.pages.keys.device
         fresh = torch.arange(chunk.start, chunk.end, device=device)
         where = layer.pages, chunk.held, chunk.end, params
         held_heads = (hold or HeldHeads)(*where)
         heads = held_heads.heads
-        most_held = max(held.count for held in heads)
+        most = most_held(chunk.held, len(heads), params)
         expected = _expected(layer, chunk)
         for held in heads:
-            seen = held.columns(most_held, len(fresh))
+            seen = held.columns(most, len(fresh))
             state = {name: mine[held.head, seen] for name, mine in layer.state.items()}
             positions = torch.cat([held.births, fresh])
             looked = _looked(positions, held.count, chunk, params.method)
@@ -111,7 +109,7 @@ def compress_chunk(
 def move_keys(
     layers: Sequence[ScoredLayer], held: Held, *, hold: Hold | None = None
 ) -> None:
-    """See `Kernels.move_keys`; `hold` as of `read_on`."""
+    """See `Kernels.move_keys`; `hold` as of `compress_chunk`."""
     for layer in layers:
         pages, moving = layer.pages, layer.params.moving
         if moving is None:

@@ -1,4 +1,4 @@
-"""The Triton kernels: resident decode, prompt scoring and the transition.
+"""The Triton kernels: resident decode, prompt scoring, the transition, reading on.
 
 Needs torch and triton, not vLLM. Nothing outside this package imports triton.
 Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).

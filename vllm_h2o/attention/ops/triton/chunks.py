@@ -82,7 +82,7 @@ class StagedHeads(chunks.HeldHeads):
     @functools.cached_property
     def put(self) -> dict[str, torch.Tensor]:
         """`[num_kv_heads, most, ..]` parts of what is to be written, by head the first
-        rows; reading asks for none."""
+        rows."""
         return _parts(self._put)
 
     @functools.cached_property

@@ -147,7 +147,8 @@ def read_kernel(
     maximum = tl.full([BLOCK_Q], -1.0e38, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     if sink_logits is not None:
-        maximum += 1.0e38 + tl.load(sink_logits + head).to(tl.float32)
+        maximum = tl.zeros([BLOCK_Q], tl.float32)
+        maximum += tl.load(sink_logits + head).to(tl.float32)
         total += 1.0
     attended = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first in range(0, end, BLOCK_K):
@@ -186,26 +187,31 @@ def read_kernel(
 
 
 def read_bytes(
-    num_held: int, num_fresh: int, num_queries: int, num_heads: int, num_kv_heads: int,
+    num_held: int, num_seen: int, num_queries: int, num_heads: int, num_kv_heads: int,
     head_size: int, element_size: int,
 ) -> int:  # fmt: skip
     """Bytes that `read_on` takes beside its arguments, or the chunk's end if more.
 
     Args:
-        num_held: Slots of the KV head that has the most.
-        num_fresh: Tokens of a chunk, at most.
-        num_queries: Of them that one step reads.
+        num_held: Tokens of the KV head that holds the most.
+        num_seen: These and those of a chunk, at most.
+        num_queries: Of the chunk, that one step reads.
         num_heads: Of the queries.
         num_kv_heads: Of the layer.
         head_size: Of all of them.
         element_size: Bytes of an element of keys that are not compressed.
     """
     token = 2 * head_size * element_size
-    staged = triton.cdiv(num_held + num_fresh, _PAGE) * _PAGE * num_kv_heads * token
-    log_sums = 4 * num_heads * num_queries
-    # Two copies of what is held and its state, and what one head puts into them.
+    staged = _pages(num_seen) * _PAGE * num_kv_heads * token
+    log_sums = 2 * 4 * num_heads * num_queries
+    # Two copies of what is held and its state, and what one head moves into them.
     copied = 2 * num_kv_heads * num_held * (token + 4 * (2 + NUM_SCALES))
-    return max(staged + 2 * log_sums, copied + (num_held + num_fresh) * token)
+    moved = (3 * num_seen // 2 + num_held) * token
+    return max(staged + log_sums, copied + moved)
+
+
+def _pages(num_tokens: int) -> int:
+    return triton.cdiv(num_tokens, _PAGE)
 
 
 def read_on(
@@ -233,9 +239,9 @@ def read_on(
             state[name] = torch.zeros(shape, device=device)
     (scores,) = state.values()
     num_fresh = first_position + num_queries - chunk.start
-    staged = dense.keys.new_empty(
-        triton.cdiv(most + num_fresh, _PAGE), num_kv_heads, _PAGE, 2 * head_size
-    )
+    # As large for each step of the chunk, so that they have the same memory in turn.
+    num_pages = _pages(most + chunk.end - chunk.start)
+    staged = dense.keys.new_empty(num_pages, num_kv_heads, _PAGE, 2 * head_size)
     held = torch.empty(num_kv_heads, dtype=torch.int32, device=device)
     tile = copied_tokens(head_size)
     assert chunk.held.pages.is_contiguous() and chunk.blocks.is_contiguous()
