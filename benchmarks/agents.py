@@ -5,9 +5,9 @@
 The tasks are the multi-turn base of the Berkeley Function-Calling Leaderboard
 (Apache-2.0, out of its package on PyPI, which is not installed): simulated tools, whose
 state its own checker compares after each turn. A task's prompts grow by what the model
-has called and what tools answered, token for token. Greedy, by three ways of one
-engine: `full`, all tokens kept; `again`, each step reads all that came before and
-compresses it; `continue`, each step goes on from what the step before has held.
+has called and what tools answered, token for token. Greedy, in three ways, each by an
+engine of its own: `full`, all tokens kept; `again`, each step reads all that came
+before and compresses it; `continue`, each goes on from what the step before has held.
 
 Beside tasks that are completed: their leading turns that are right, as most tasks are
 beyond a small model, calls that a tool refused, answers that do not end, and tasks that
@@ -289,12 +289,14 @@ def _behind(tokenizer: Any, answer: list[int], said: list[dict[str, str]]) -> li
 def main(argv: list[str] | None = None) -> None:
     """Let agents work, print a line for each way, write JSON."""
     args = parse_args(argv)
-    job = vars(args) | {"output": None}
     env = engine_env(1) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    results = run_in_process("benchmarks.agents:work", job, env)
+    results = []
     for way in args.ways:
-        print(line(way, [x for x in results if x["way"] == way]), flush=True)
-    write_json(args, agents=results)
+        job = vars(args) | {"output": None, "way": way}
+        found = run_in_process("benchmarks.agents:work", job, env)
+        print(line(way, found), flush=True)
+        results += found
+        write_json(args, agents=results)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -313,7 +315,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Inside the process: one engine, a result for each way and task."""
+    """Inside the process: an engine of its own, a result for each task."""
     from vllm import LLM, SamplingParams
 
     options = ENGINE_ARGS | {"enable_prefix_caching": True} | job["engine_args"]
@@ -325,38 +327,33 @@ def work(job: dict[str, Any]) -> list[dict[str, Any]]:
         max_model_len=job["max_model_len"],
         **options,
     )
-    tokenizer = llm.get_tokenizer()
-    results = []
+    engine, tokenizer, way = llm.llm_engine, llm.get_tokenizer(), job["way"]
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=job["max_tokens"],
+        extra_args={"h2o": WAYS[way] | {"report": True}},
+    )
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(download(_PACKAGE, Path(folder))) as archive:
             archive.extractall(Path(folder) / "unpacked")
         leaderboard = Leaderboard(Path(folder) / "unpacked")
-        for way in job["ways"]:
-            sampling = SamplingParams(
-                temperature=0.0,
-                max_tokens=job["max_tokens"],
-                extra_args={"h2o": WAYS[way] | {"report": True}},
-            )
-            agents = [
-                _agent(leaderboard, task, way, tokenizer)
-                for task in leaderboard.tasks(job["tasks"])
-            ]
-            for agent in agents:
-                agent.ask(llm.llm_engine, sampling)
-            by_task = {agent.task["id"]: agent for agent in agents}
-            while llm.llm_engine.has_unfinished_requests():
-                for output in llm.llm_engine.step():
-                    if output.finished:
-                        agent = by_task[output.request_id.split()[0]]
-                        agent.hear(output, tokenizer, leaderboard, job)
-                        if not agent.ended:
-                            agent.ask(llm.llm_engine, sampling)
-            results += [_result(leaderboard, agent) for agent in agents]
-            if way == CONTINUE:
-                assert any(agent.continued for agent in agents), (
-                    "nothing is gone on from"
-                )
-    llm.llm_engine.engine_core.shutdown()
+        agents = {
+            task["id"]: _agent(leaderboard, task, way, tokenizer)
+            for task in leaderboard.tasks(job["tasks"])
+        }
+        for agent in agents.values():
+            agent.ask(engine, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    agent = agents[output.request_id.split()[0]]
+                    agent.hear(output, tokenizer, leaderboard, job)
+                    if not agent.ended:
+                        agent.ask(engine, sampling)
+        results = [_result(leaderboard, agent) for agent in agents.values()]
+    engine.engine_core.shutdown()
+    goes_on = any(result["tokens_continued"] for result in results)
+    assert goes_on or way != CONTINUE, "nothing is gone on from"
     return results
 
 

@@ -78,7 +78,9 @@ def test_reading_some_pages_equals_its_dense_reference(llama, monkeypatch, kerne
     check(llama, options, "mean", Head, monkeypatch, sizes, lengths, **rules)
 
 
-@pytest.mark.parametrize("kernels", ["", "reference"])
+@pytest.mark.parametrize(
+    "kernels", ["", pytest.param("reference", marks=pytest.mark.slow)]
+)
 def test_merging_equals_its_dense_reference(llama, monkeypatch, kernels):
     """At the transition and at every graduation."""
     options, sizes, lengths = options_of("mean"), SIZES, (300, 122)
