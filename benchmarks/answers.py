@@ -53,7 +53,8 @@ _STOPS = {
     HUMANEVAL: ["\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n```"],
     GSM8K: ["\n\n"],
 }
-_NUMBER = re.compile(r"#### *\$?(-?[\d,]+(?:\.\d+)?)")
+_NUMBER = re.compile(r"(?:####|\\boxed\{) *\\?\$?(-?[\d,]+(?:\.\d+)?)")
+_ASKED = "Think step by step. End with a line of #### and the number."
 _SECONDS, _BYTES = 10, 2**30
 REPEATS = 0.5
 """Share of an answer's four-grams that are repeated: more is an answer that repeats."""
@@ -112,9 +113,20 @@ def runs(program: str) -> bool:
     return done.returncode == 0
 
 
-def gsm8k(limit: int, path: Path) -> list[Problem]:
-    """The first problems of GSM8K's test file; the last eight are examples."""
+def gsm8k(limit: int, path: Path, chats: bool = False) -> list[Problem]:
+    """The first problems of GSM8K's test file; the last eight are examples.
+
+    Args:
+        limit: Problems.
+        path: Of the file.
+        chats: Whether a user asks, without examples.
+    """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if chats:
+        return [
+            Problem(f"{row['question']}\n{_ASKED}", _says(number_of(row["answer"])))
+            for row in rows[:-EXAMPLES][:limit]
+        ]
     front = "\n\n".join(
         f"Question: {row['question']}\nAnswer: {_plain(row['answer'])}"
         for row in rows[-EXAMPLES:]
@@ -138,7 +150,7 @@ def _plain(answer: str) -> str:
 
 
 def number_of(answer: str) -> float | None:
-    """The number behind `####`, if there is one."""
+    """The number behind `####`, or in a box as models write it, if there is one."""
     found = _NUMBER.search(answer)
     return float(found[1].replace(",", "")) if found else None
 
@@ -154,7 +166,8 @@ def main(argv: list[str] | None = None) -> None:
         job = {"system": system, "budget": budget, "model": args.model}
         job |= {"limit": args.limit, "max_tokens": args.max_tokens}
         job |= {"tasks": args.tasks, "gsm8k": args.gsm8k and str(args.gsm8k)}
-        job["engine_args"] = args.engine_args
+        job |= {"engine_args": args.engine_args, "h2o_args": args.h2o_args}
+        job["chats"] = args.chats
         # The reference runs what has no kernel, where the engine can see it.
         env = {KERNELS: REFERENCE, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         results.append(
@@ -178,9 +191,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=100, help="problems of each")
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="as JSON")
+    parser.add_argument("--h2o-args", type=json.loads, default={}, help="of ours")
+    parser.add_argument("--chats", action="store_true", help="GSM8K without examples")
     parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     args = parser.parse_args(argv)
     args.tasks = args.tasks or [HUMANEVAL, *([GSM8K] if args.gsm8k else [])]
+    if args.chats and HUMANEVAL in args.tasks:
+        parser.error(f"--chats is for --tasks {GSM8K} alone")
     if GSM8K in args.tasks and not args.gsm8k:
         parser.error(f"--tasks {GSM8K} needs --gsm8k, its file test.jsonl")
     args.model = args.model or str(ensure_model())
@@ -194,7 +211,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     h2o: dict[str, Any] = {}
     if job["system"] != STOCK:
         h2o = SYSTEMS[job["system"]] | {"h2o_budget": job["budget"]}
-        h2o["h2o_min_budget"] = MIN_BUDGET
+        h2o |= {"h2o_min_budget": MIN_BUDGET} | job["h2o_args"]
     if job["system"] == RANDOM:
         random_score.register()
     options = ENGINE_ARGS | {"enable_prefix_caching": True} | job["engine_args"]
@@ -204,11 +221,18 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         if task == HUMANEVAL:
             problems = humaneval(job["limit"])
         else:
-            problems = gsm8k(job["limit"], Path(job["gsm8k"]))
+            problems = gsm8k(job["limit"], Path(job["gsm8k"]), job["chats"])
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=job["max_tokens"], stop=_STOPS[task]
+            temperature=0.0,
+            max_tokens=job["max_tokens"],
+            stop=[] if job["chats"] else _STOPS[task],
         )
-        outputs = llm.generate([problem.prompt for problem in problems], sampling)
+        prompts = [problem.prompt for problem in problems]
+        if job["chats"]:
+            asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(asked, sampling)
+        else:
+            outputs = llm.generate(prompts, sampling)
         found[task] = [
             {
                 "right": problem.is_right(output.outputs[0].text),

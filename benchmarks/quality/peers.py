@@ -120,13 +120,14 @@ def _leave_windows_alone(model: PreTrainedModel) -> None:
 
 
 class PeerRunner(AnswersGreedily):
-    """The presses of `PRESSES`, and "full", on one model in float32.
+    """The presses of `PRESSES`, and "full", on one model.
 
     Args:
         model_folder: a llama, as `from_pretrained` takes it.
         interval_tokens: read tokens from one compression to the next.
         time_ordered: keep the kept tokens in the order of time; else as shipped.
         seed: of the random press.
+        dtype: of the model.
     """
 
     def __init__(
@@ -135,9 +136,10 @@ class PeerRunner(AnswersGreedily):
         interval_tokens: int = INTERVAL_TOKENS,
         time_ordered: bool = True,
         seed: int = 0,
+        dtype: str = "float32",
     ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_folder, dtype=torch.float32
+            model_folder, dtype=dtype
         ).eval()
         self.interval_tokens = interval_tokens
         self.time_ordered = time_ordered

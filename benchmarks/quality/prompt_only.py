@@ -155,20 +155,24 @@ class KeptReader:
 
 
 class PromptOnlyRunner(AnswersGreedily):
-    """The methods of `METHODS`, and the engine's policies, on one model in float32.
+    """The methods of `METHODS`, and the engine's policies, on one model.
 
     Args:
         model_folder: A llama with its tokenizer, as `from_pretrained` takes it.
         engine: Starts an engine with H2O, of the budget that is asked for; None: no
             policies, and no `lukv`.
+        dtype: Of the model.
     """
 
     def __init__(
-        self, model_folder: Path, engine: Callable[[], Any] | None = None
+        self,
+        model_folder: Path,
+        engine: Callable[[], Any] | None = None,
+        dtype: str = "float32",
     ) -> None:
         AttentionInterface.register(ATTENTION, attend_kept)
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_folder, dtype=torch.float32
+            model_folder, dtype=dtype
         ).eval()
         config = self.model.config
         windowed = getattr(config, "use_sliding_window", True) and getattr(

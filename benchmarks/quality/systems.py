@@ -90,6 +90,8 @@ class Engine:
             enable_prefix_caching=False,
             logits_processors=[processor()],
             distributed_executor_backend="uni",
+            # Beside other work; `VLLM_CPU_KVCACHE_SPACE` sizes the pool.
+            gpu_memory_utilization=0.5,
             **ENGINE_ARGS | ({"dtype": cell.dtype} if cell.dtype else {}),
             **h2o,
         )
@@ -208,7 +210,8 @@ class Presses(_Outside):
     def _start(self, cell: Cell) -> tuple[Any, Any]:
         from benchmarks.quality.peers import PeerRunner
 
-        return PeerRunner(Path(cell.model), seed=cell.seed), cell.policy
+        dtype = cell.dtype or "float32"
+        return PeerRunner(Path(cell.model), seed=cell.seed, dtype=dtype), cell.policy
 
 
 class PromptOnly(_Outside):
@@ -221,7 +224,8 @@ class PromptOnly(_Outside):
             policy = cell.policy if cell.policy in PRESETS else "h2o"
             return Engine(replace(cell, policy=policy)).llm
 
-        return PromptOnlyRunner(Path(cell.model), engine), cell.policy
+        dtype = cell.dtype or "float32"
+        return PromptOnlyRunner(Path(cell.model), engine, dtype), cell.policy
 
     def close(self) -> None:
         """See `System`."""

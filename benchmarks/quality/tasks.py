@@ -1,9 +1,11 @@
 """Retrieval tasks after RULER's recipes, made from seeds.
 
-    passkey   one number in a haystack of essays
-    needles   three numbers of three cities, one is asked for
-    keyvalue  lines of words and numbers, one is asked for
-    counting  how often a word stands in a list of words
+    passkey      one number in a haystack of essays
+    needles      three numbers of three cities, one is asked for
+    paraphrased  the same, asked in other words: of the country's capital
+    decoys       the same among other numbers of the city and numbers of other cities
+    keyvalue     lines of words and numbers, one is asked for
+    counting     how often a word stands in a list of words
 
 `context` ends where the haystack ends; `question` follows it, up to the first words
 of the assistant's answer, which RULER gives too.
@@ -23,7 +25,21 @@ WORDS = (
     "ocean pencil rocket saddle tunnel velvet winter yellow zebra anchor basket "
     "copper dragon engine feather guitar hammer island jacket kettle ladder"
 ).split()
-CITIES = "London Paris Berlin Madrid Rome Vienna Oslo Dublin Athens Prague".split()
+CAPITALS = {
+    "London": "England",
+    "Paris": "France",
+    "Berlin": "Germany",
+    "Madrid": "Spain",
+    "Rome": "Italy",
+    "Vienna": "Austria",
+    "Oslo": "Norway",
+    "Dublin": "Ireland",
+    "Athens": "Greece",
+    "Prague": "Czechia",
+}
+CITIES = list(CAPITALS)
+OTHER_NUMBERS = "ordinary secret lucky former".split()
+"""What `decoys` has of the city that is asked for, beside the special one."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +137,35 @@ def _passkey(rng, size, depth, essays):
 
 
 def _needles(rng, size, depth, essays):
+    lines, city, number = _numbers_of_cities(rng, size, depth, essays)
+    asked = f"What is the special magic number for {city}?"
+    return lines, asked, f"The special magic number for {city} is", number
+
+
+def _paraphrased(rng, size, depth, essays):
+    lines, city, number = _numbers_of_cities(rng, size, depth, essays)
+    asked = f"Which figure did the text give to the capital of {CAPITALS[city]}?"
+    return lines, asked, f"The capital of {CAPITALS[city]} has the figure", number
+
+
+def _decoys(rng, size, depth, essays):
+    lines, city, number = _numbers_of_cities(rng, size - 240, depth, essays)
+    for kind in OTHER_NUMBERS:
+        decoy = str(rng.randrange(10_000, 100_000))
+        _insert(lines, rng.random(), f"The {kind} magic number for {city} is {decoy}.")
+    asked = f"What is the special magic number for {city}?"
+    return lines, asked, f"The special magic number for {city} is", number
+
+
+def _numbers_of_cities(rng, size, depth, essays):
+    """Lines, the first of three cities, and its number."""
     cities = rng.sample(CITIES, 3)
     numbers = [str(rng.randrange(10_000, 100_000)) for _ in cities]
     lines = _essay_lines(rng, size - 180, essays)
     others = [rng.random(), rng.random()]
     for city, number, at in zip(cities, numbers, [depth, *others], strict=True):
         _insert(lines, at, f"The special magic number for {city} is {number}.")
-    asked = f"What is the special magic number for {cities[0]}?"
-    begun = f"The special magic number for {cities[0]} is"
-    return lines, asked, begun, numbers[0]
+    return lines, cities[0], numbers[0]
 
 
 def _keyvalue(rng, size, depth, essays):
@@ -161,6 +197,8 @@ Recipe = Callable[..., tuple[list[str], str, str, str]]
 RECIPES: dict[str, Recipe] = {
     "passkey": _passkey,
     "needles": _needles,
+    "paraphrased": _paraphrased,
+    "decoys": _decoys,
     "keyvalue": _keyvalue,
     "counting": _counting,
 }

@@ -121,9 +121,9 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind, reads=False):
     observe(query, dense, blocks, 7, state, params)
     kept = select(state, UNIFORM, 0, H2OConfig(), params)
     layer = ScoredLayer(pages, state, params, dense)
-    copy_kept(layer, blocks, table[0], UNIFORM, kept)
-    if kind == "int8":
-        copy_kept(ScoredLayer(pages, state, params), blocks, table[0], UNIFORM, kept)
+    copy_kept(layer, blocks.int(), table[0], UNIFORM, kept)
+    resident = table[0]
+    copy_kept(ScoredLayer(pages, state, params), resident, resident, UNIFORM, kept)
     gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
     score_by_gate([ScoredLayer(dense, state, gated)], blocks.int(), 0)
     order_rings([layer], Held(table[0], UNIFORM, 9))
@@ -219,7 +219,8 @@ def launch_prompts():
         placement = BY_HEAD if num_tokens > layout.budget else UNIFORM
         kept = select(state, placement, start, H2OConfig(), params)
         layer = ScoredLayer(pages, state, params)
-        copy_kept(layer, table, table, placement, kept)
+        for source in (table, table.clone()[first % 2 :]):
+            copy_kept(layer, source, table, placement, kept)
         score_by_gate([ScoredLayer(pages, state, gated)], table, start)
         order_rings([layer], Held(table, placement, num_tokens, first))
         hold(pages, table, params, placement, num_tokens)

@@ -38,7 +38,11 @@ from vllm_h2o.policy.reach import MovingKeys, Reach
 from vllm_h2o.policy.rotation import Rotation
 
 DECODE = ["attend_kernel", "combine_kernel"]
-TRANSITION = ["image_kernel", "select_kernel", "gather_kernel", "scatter_kernel"]
+SELECTION = ["image_kernel", "select_kernel"]
+TRANSITION, SWITCH = (
+    [*SELECTION, "move_kernel"],
+    [*SELECTION, "gather_kernel", "scatter_kernel"],
+)
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -186,7 +190,7 @@ def test_decode(engine, layers, launched, padding):
     metadata, _ = build(builder, rows, padding, guard=no_waiting)
     with no_waiting():
         forward(layers, metadata, len(rows) + padding)
-    switch = TRANSITION * len(layers) * builder.placements.by_head
+    switch = SWITCH * len(layers) * builder.placements.by_head
     assert launched == growth + switch + DECODE * len(layers)
 
 

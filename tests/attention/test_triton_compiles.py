@@ -19,7 +19,7 @@ def test_kernels_compile(capability):
     assert set(shared_bytes) == {
         "attend_kernel", "combine_kernel", "gate_kernel", "lse_kernel",
         "observe_kernel", "image_kernel", "select_kernel", "gather_kernel",
-        "scatter_kernel", "ring_kernel", "held_kernel", "note_kernel",
+        "scatter_kernel", "move_kernel", "ring_kernel", "held_kernel", "note_kernel",
         "take_back_kernel", "stage_kernel", "read_kernel",
     }  # fmt: skip
     # What a program may have on the smallest of today's GPUs (8.6, 8.9).

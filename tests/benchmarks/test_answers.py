@@ -33,8 +33,17 @@ def test_the_number_behind_the_mark_counts(gsm8k):
     assert "Answer: It is\n#### 12" in first.prompt and "<<" not in first.prompt
     assert first.is_right(" It is\n#### 1") and not second.is_right("#### 1")
     assert not first.is_right("It is 1")
-    said = ("#### $1,234.50", "#### -7", "####12 apples", "12")
-    assert [answers.number_of(x) for x in said] == [1234.5, -7.0, 12.0, None]
+    said = (
+        "#### $1,234.50",
+        "#### -7",
+        "####12 apples",
+        "12",
+        r"is \(\boxed{\$180}\).",
+    )
+    assert [answers.number_of(x) for x in said] == [1234.5, -7.0, 12.0, None, 180.0]
+    (asked,) = answers.gsm8k(1, gsm8k, chats=True)
+    assert asked.prompt.startswith("How much is 0 + 1?\nThink")
+    assert asked.is_right(r"\boxed{1}")
 
 
 def test_what_the_model_writes_is_run(tmp_path, monkeypatch):
@@ -65,6 +74,9 @@ def test_gsm8k_needs_its_file(capsys):
     with pytest.raises(SystemExit):
         answers.parse_args(["--tasks", "gsm8k", "--output", "x"])
     assert "needs --gsm8k" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        answers.parse_args(["--chats", "--gsm8k", "x", "--output", "x"])
+    assert "--chats is for --tasks gsm8k" in capsys.readouterr().err
 
 
 def test_a_random_score_is_drawn_once_of_a_key(monkeypatch):

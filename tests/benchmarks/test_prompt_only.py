@@ -6,8 +6,8 @@ from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 pytest.importorskip("kvpress", reason="pip install --no-deps kvpress")
 
-from benchmarks.quality.__main__ import PROMPT_PRESSES
 from benchmarks.quality.cells import LOSS, PROMPT_ONLY, Cell
+from benchmarks.quality.grid import PROMPT_PRESSES
 from benchmarks.quality.prompt_only import (
     KVZAP,
     LUKV,

@@ -15,11 +15,9 @@ from benchmarks.quality.__main__ import (
     chosen,
     csv_rows,
     done,
-    grid,
     key_of,
     parse_args,
     read,
-    tokens_of,
 )
 from benchmarks.quality.cells import (
     BLOCK_SIZE,
@@ -34,6 +32,7 @@ from benchmarks.quality.cells import (
     run,
     run_apart,
 )
+from benchmarks.quality.grid import grid, tokens_of
 from benchmarks.quality.plot import divergences, draw, draw_models, loss_deltas
 from benchmarks.quality.reading import ForcedRecord, write_reference
 from benchmarks.quality.ruler import TASKS as RULER_TASKS
@@ -203,12 +202,27 @@ def test_only_some_cells_and_what_they_refer_to():
     assert {cell.work for cell in some} == {LOSS}, "answers refer to nothing"
 
 
-def test_ruler_asks_of_all_lengths(tokenizer):
+def test_questions_are_of_all_lengths(tokenizer, capsys):
     """The answer is in the context, and not in the question."""
-    cells = list(grid(parse_args("--ruler 1024 2048 --output x.csv".split()), "folder"))
-    assert [c.context_tokens for c in cells if c.policy == FULL] == sorted(
-        [1024, 2048] * len(RULER_TASKS)
-    )
+    asked = "--questions 1024 2048 --output x.csv".split()
+    cells = list(grid(parse_args(asked), "folder"))
+    assert [c.context_tokens for c in cells if c.policy == FULL] == [1024, 2048]
+    assert {tuple(c.tasks) for c in cells} == {RULER_TASKS}
+    named = [*asked, *"--tasks decoys --dtype bfloat16 --budgets .2 .1".split()]
+    some = list(grid(parse_args(named), "folder"))
+    assert {(*c.tasks, c.dtype) for c in some} == {("decoys", "bfloat16")}
+    budgets = {c.budget_tokens for c in some if c.context_tokens == 2048}
+    assert budgets == {0, 416, 192}
+    known = {
+        key_of(row) for row in csv_rows(some[0], [("exact_match_decoys_known", 1, 20)])
+    }
+    assert done(some[0], known)
+    assert not done(replace(some[0], tasks=["decoys", "vt"]), known)
+    short = "--questions 512 --output x.csv --tasks needles".split()
+    assert parse_args(short).questions == [512]
+    with pytest.raises(SystemExit):
+        parse_args([*short, "vt"])
+    assert "--questions has 512: vt need 1024 or more" in capsys.readouterr().err
     assert {(c.budget_tokens, c.question_known) for c in cells if c.budget_tokens} == {
         (n // part, known)
         for n in (1024, 2048)

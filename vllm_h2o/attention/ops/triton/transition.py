@@ -25,6 +25,40 @@ from vllm_h2o.policy.quantization import NUM_SCALES
 _VARYING = ["most", "placement", "prompt_attention_stride"]
 
 
+@triton.jit
+def write_slots(
+    k, v, k_scale, v_scale, token, slot, exists, head,
+    keys, keys_strides, values, values_strides, attention, births, state_strides,
+    key_scales, value_scales, prompt_attention, prompt_attention_stride,
+    target_blocks, sizes, lists, placement,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write tokens of a KV head into its slots, rounded if they have no scales yet."""
+    d = tl.arange(0, BLOCK_D)
+    mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
+    places, state = (target_blocks, None, None), (target_blocks, None, None)
+    if lists is not None:
+        entry = placement * tl.num_programs(1) + head
+        places, state = places_of(target_blocks, sizes, lists, entry)
+    in_state = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
+    if key_scales is not None:
+        if k_scale is None:
+            k, k_scale = quantized(k.to(tl.float32))
+            v, v_scale = quantized(v.to(tl.float32))
+        tl.store(key_scales + in_state, k_scale, mask=exists)
+        tl.store(value_scales + in_state, v_scale, mask=exists)
+    target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
+    along = d[None, :] * keys_strides[3]
+    element = keys.dtype.element_ty
+    tl.store(keys + target[:, None] + along, k.to(element), mask=mask)
+    target = page_offsets(places, slot, exists, head, values_strides, BLOCK_SIZE)
+    along = d[None, :] * values_strides[3]
+    tl.store(values + target[:, None] + along, v.to(element), mask=mask)
+    origin = prompt_attention + head.to(tl.int64) * prompt_attention_stride + token
+    tl.store(attention + in_state, tl.load(origin, mask=exists), mask=exists)
+    tl.store(births + in_state, token, mask=exists)
+
+
 @triton.jit(
     do_not_specialize=_VARYING, do_not_specialize_on_alignment=["source_blocks"]
 )
@@ -92,34 +126,63 @@ def scatter_kernel(
     slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
-    places, state = (target_blocks, None, None), (target_blocks, None, None)
-    if lists is not None:
-        entry = placement * tl.num_programs(1) + head
-        places, state = places_of(target_blocks, sizes, lists, entry)
     k = tl.load(staged, mask=mask, other=0.0)
     v = tl.load(staged + HEAD_SIZE, mask=mask, other=0.0)
-    in_state = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
-    if key_scales is not None:
-        if staged_scales is not None:
-            staged_scales += 2 * at
-            k_scale = tl.load(staged_scales, mask=exists)
-            v_scale = tl.load(staged_scales + 1, mask=exists)
-        else:
-            k, k_scale = quantized(k.to(tl.float32))
-            v, v_scale = quantized(v.to(tl.float32))
-        tl.store(key_scales + in_state, k_scale, mask=exists)
-        tl.store(value_scales + in_state, v_scale, mask=exists)
-    target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
-    along = d[None, :] * keys_strides[3]
-    element = keys.dtype.element_ty
-    tl.store(keys + target[:, None] + along, k.to(element), mask=mask)
-    target = page_offsets(places, slot, exists, head, values_strides, BLOCK_SIZE)
-    along = d[None, :] * values_strides[3]
-    tl.store(values + target[:, None] + along, v.to(element), mask=mask)
-    target = in_state
-    origin = prompt_attention + head.to(tl.int64) * prompt_attention_stride + token
-    tl.store(attention + target, tl.load(origin, mask=exists), mask=exists)
-    tl.store(births + target, token, mask=exists)
+    k_scale, v_scale = None, None
+    if staged_scales is not None:
+        staged_scales += 2 * at
+        k_scale = tl.load(staged_scales, mask=exists)
+        v_scale = tl.load(staged_scales + 1, mask=exists)
+    write_slots(
+        k, v, k_scale, v_scale, token, slot, exists, head,
+        keys, keys_strides, values, values_strides, attention, births, state_strides,
+        key_scales, value_scales, prompt_attention, prompt_attention_stride,
+        target_blocks, sizes, lists, placement, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=_VARYING,
+    do_not_specialize_on_alignment=["source_blocks", "target_blocks"],
+)
+def move_kernel(
+    source_keys, source_keys_strides, source_values, source_values_strides,
+    source_blocks,
+    keys, keys_strides, values, values_strides, attention, births, state_strides,
+    key_scales, value_scales, kept, slots, most,
+    prompt_attention, prompt_attention_stride,
+    target_blocks, sizes, lists, placement,
+    HEAD_SIZE: tl.constexpr, SOURCE_BLOCK_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Both at once, out of pages that nothing is written into: no copy on the way.
+
+    Grid `(tiles of tokens, num_kv_heads)`.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    at = head.to(tl.int64) * most + i
+    token = tl.load(kept + at, mask=i < most, other=-1).to(tl.int32)
+    exists = token >= 0
+    slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
+    mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
+    places = (source_blocks, None, None)
+    source = page_offsets(
+        places, token, exists, head, source_keys_strides, SOURCE_BLOCK_SIZE
+    )
+    along = d[None, :] * source_keys_strides[3]
+    k = tl.load(source_keys + source[:, None] + along, mask=mask, other=0.0)
+    source = page_offsets(
+        places, token, exists, head, source_values_strides, SOURCE_BLOCK_SIZE
+    )
+    along = d[None, :] * source_values_strides[3]
+    v = tl.load(source_values + source[:, None] + along, mask=mask, other=0.0)
+    write_slots(
+        k, v, None, None, token, slot, exists, head,
+        keys, keys_strides, values, values_strides, attention, births, state_strides,
+        key_scales, value_scales, prompt_attention, prompt_attention_stride,
+        target_blocks, sizes, lists, placement, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
 
 
 def transition(
@@ -144,8 +207,8 @@ def copy_kept(
 ) -> None:
     """See `vllm_h2o.attention.ops.reference.copy_kept`.
 
-    Through a copy of the kept tokens, 2 * head_size elements each: the slots of
-    one program are the sources of another where a request is rearranged in place.
+    Where a request is rearranged in place the slots of one program are the sources of
+    another: then through a copy of the kept tokens, 2 * head_size elements each.
     """
     pages, params = layer.pages, layer.params
     num_kv_heads, most = kept.positions.shape
@@ -155,26 +218,35 @@ def copy_kept(
     assert attention.stride(1) == 1 and attention.dtype == torch.float32
     assert kept.positions.is_contiguous() and kept.slots.is_contiguous()
     assert source_blocks.is_contiguous() and target_blocks.is_contiguous()
-    tokens = num_kv_heads, most
-    staged = layer.source.keys.new_empty(*tokens, 2 * head_size)
-    staged_scales = None
-    if layer.source.quantized:
-        staged_scales = pages.attention.new_empty(*tokens, NUM_SCALES)
     shared = {
-        "staged": staged, "staged_scales": staged_scales,
         "kept": kept.positions, "most": most,
         "HEAD_SIZE": head_size,
         "BLOCK_S": tile, "BLOCK_D": triton.next_power_of_2(head_size),
         "num_warps": 4,
     }  # fmt: skip
+    into = {
+        **page_arguments(pages), "slots": kept.slots, "BLOCK_SIZE": pages.block_size,
+        "prompt_attention": attention, "prompt_attention_stride": attention.stride(0),
+        "target_blocks": target_blocks, "placement": placement,
+        **table_arguments(params.device_tables),
+    }  # fmt: skip
     grid = (triton.cdiv(most, tile), num_kv_heads)
+    if source_blocks is not target_blocks:
+        source = vector_arguments(layer.source)
+        assert source.pop("key_scales") is source.pop("value_scales") is None
+        move_kernel[grid](
+            **{f"source_{name}": part for name, part in source.items()},
+            source_blocks=source_blocks, SOURCE_BLOCK_SIZE=layer.source.block_size,
+            **into, **shared,
+        )  # fmt: skip
+        return
+    staged = layer.source.keys.new_empty(num_kv_heads, most, 2 * head_size)
+    scales = None
+    if layer.source.quantized:
+        scales = pages.attention.new_empty(num_kv_heads, most, NUM_SCALES)
+    shared |= {"staged": staged, "staged_scales": scales}
     gather_kernel[grid](
         **vector_arguments(layer.source), state_strides=pages.attention.stride(),
         source_blocks=source_blocks, BLOCK_SIZE=layer.source.block_size, **shared,
     )  # fmt: skip
-    scatter_kernel[grid](
-        **page_arguments(pages), slots=kept.slots, BLOCK_SIZE=pages.block_size,
-        prompt_attention=attention, prompt_attention_stride=attention.stride(0),
-        target_blocks=target_blocks, placement=placement,
-        **table_arguments(params.device_tables), **shared,
-    )  # fmt: skip
+    scatter_kernel[grid](**into, **shared)
