@@ -5,9 +5,9 @@
 
 HumanEval (MIT, out of its package on PyPI, which is not installed) and GSM8K (MIT, the
 file `grade_school_math/data/test.jsonl` of the public repository
-openai/grade-school-math). Each problem has eight solved ones in front. Greedy, with
-prefix hits of these eight, by engines one after the other: the full cache, then each
-policy at each budget.
+openai/grade-school-math). Each problem has eight solved ones in front, or with
+`--chats` (GSM8K) is asked as a user asks it. Greedy, with prefix hits of these eight,
+by engines one after the other: the full cache, then each policy at each budget.
 
 Beside how many are right: answers that do not end, answers that repeat themselves and
 their length, which are what users notice. **It runs what the model writes**, in
@@ -53,7 +53,7 @@ _STOPS = {
     HUMANEVAL: ["\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n```"],
     GSM8K: ["\n\n"],
 }
-_NUMBER = re.compile(r"(?:####|\\boxed\{) *\\?\$?(-?[\d,]+(?:\.\d+)?)")
+_NUMBER = re.compile(r"(?:####|\\boxed\{) *\**\\?\$?(-?\d[\d,]*(?:\.\d+)?)")
 _ASKED = "Think step by step. End with a line of #### and the number."
 _SECONDS, _BYTES = 10, 2**30
 REPEATS = 0.5
@@ -150,9 +150,12 @@ def _plain(answer: str) -> str:
 
 
 def number_of(answer: str) -> float | None:
-    """The number behind `####`, or in a box as models write it, if there is one."""
-    found = _NUMBER.search(answer)
-    return float(found[1].replace(",", "")) if found else None
+    """The last number behind `####`, or in a box as models write it, if there is one.
+
+    The last: chats have headings `#### 1.` too.
+    """
+    found = _NUMBER.findall(answer)
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -191,7 +194,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=100, help="problems of each")
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="as JSON")
-    parser.add_argument("--h2o-args", type=json.loads, default={}, help="of ours")
+    parser.add_argument(
+        "--h2o-args",
+        type=json.loads,
+        default={},
+        help="as JSON, of all but the full cache",
+    )
     parser.add_argument("--chats", action="store_true", help="GSM8K without examples")
     parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     args = parser.parse_args(argv)
@@ -216,7 +224,10 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         random_score.register()
     options = ENGINE_ARGS | {"enable_prefix_caching": True} | job["engine_args"]
     llm = LLM(job["model"], **options, **h2o)
-    found: dict[str, Any] = {"system": job["system"], "budget": job["budget"]}
+    found: dict[str, Any] = {"h2o_args": job["h2o_args"] if h2o else {}} | {
+        "system": job["system"],
+        "budget": job["budget"],
+    }
     for task in job["tasks"]:
         if task == HUMANEVAL:
             problems = humaneval(job["limit"])

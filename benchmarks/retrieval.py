@@ -50,11 +50,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="", help="a folder; SmolLM2-135M")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[LEAST_TOKENS])
-    parser.add_argument("--tasks", nargs="+", choices=(*RECIPES, *TOKENS))
+    help_ = "of prompts in tokens, the chat template aside"
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[LEAST_TOKENS], help=help_
+    )
+    help_ = f"{', '.join(TASKS)}"
+    parser.add_argument("--tasks", nargs="+", choices=(*RECIPES, *TOKENS), help=help_)
     parser.add_argument("--budgets", nargs="+", default=BUDGETS, help="richest first")
     parser.add_argument("--per-depth", type=int, default=4, help="of 5 depths")
-    parser.add_argument("--least", type=float, default=0.5, help="of the full cache")
+    parser.add_argument(
+        "--least",
+        type=float,
+        default=0.5,
+        help="share that the full cache answers, or a task is left at that",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--h2o-args", type=json.loads, default={}, help="as JSON")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="as JSON")

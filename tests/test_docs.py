@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_h2o.attention.ops import triton
 from vllm_h2o.plugin.engine_args import add_cli_group
+from vllm_h2o.plugin.validate import check_kernels
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.presets import POLICY_NAMES, PRESETS
 
@@ -67,6 +69,25 @@ def test_all_options_and_presets_are_in_their_tables():
     assert set(re.findall(r"^\| `(--[a-z0-9-]+)`", text, re.MULTILINE)) == flags
     presets = re.findall(r"^\| `([a-z][a-z0-9-]*)` \|", text, re.MULTILINE)
     assert {"full", *presets} == set(POLICY_NAMES)
+
+
+def test_the_matrix_says_which_presets_gpus_refuse():
+    """README's, by what the kernels for GPUs have."""
+    text = (ROOT / "README.md").read_text().partition("## What it works with")[2]
+    refused = {}
+    for features, on_gpu in re.findall(
+        r"^\| presets? ([^|]+)\|[^|]+\|([^|]+)\|", text, re.MULTILINE
+    ):
+        for name in re.findall(r"`([a-z0-9-]+)`", features):
+            assert name not in refused, f"{name} is in two rows"
+            refused[name] = on_gpu.strip() == "refused"
+    assert set(refused) == set(PRESETS)
+    for name, config in PRESETS.items():
+        if refused[name]:
+            with pytest.raises(ValueError, match="has no kernel"):
+                check_kernels(config, triton, "CUDA")
+        else:
+            check_kernels(config, triton, "CUDA")
 
 
 @pytest.mark.check

@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def main() -> None:
     known = {key_of(row) for row in read(path)}
     folder = args.references or tempfile.mkdtemp(prefix="vllm_h2o_quality_")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for cell in chosen(list(grid(args, folder)), args.only):
+    for whole in chosen(list(grid(args, folder)), args.only):
+        cell = unknown_part(whole, known)
         if done(cell, known):
             continue
         start = time.monotonic()
@@ -132,6 +134,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         )
     if args.questions and (loss_only(args) or args.full):
         parser.error("--questions has texts of its own: drop the other options")
+    if args.dtype and not (loss_only(args) or args.questions):
+        parser.error("--dtype needs --texts, --context, --max-model-len or --questions")
     if args.tasks and not args.questions:
         parser.error("--tasks are of questions: give --questions their lengths")
     args.tasks = args.tasks or list(RULER_TASKS)
@@ -170,13 +174,29 @@ def done(cell: Cell, known: set[tuple[str, ...]]) -> bool:
         name = "generated.json" if cell.work == GENERATION else "0.npy"
         if not (Path(cell.references) / name).exists():
             return False
+    if cell.work == RETRIEVAL:
+        return not unknown_part(cell, known).tasks
+    first = {LOSS: "loss_nats", GENERATION: "repetition_rate"}[cell.work]
+    return _has(cell, first, known)
+
+
+def unknown_part(cell: Cell, known: set[tuple[str, ...]]) -> Cell:
+    """The cell without the questions whose rows the CSV has."""
+    if cell.work != RETRIEVAL:
+        return cell
     asked = "known" if cell.question_known else "unknown"
-    metrics = {LOSS: ["loss_nats"], GENERATION: ["repetition_rate"]}.get(cell.work) or [
-        f"{'ruler' if task in RULER_TASKS else 'exact_match'}_{task}_{asked}"
+    first = {
+        task: f"{'ruler' if task in RULER_TASKS else 'exact_match'}_{task}_{asked}"
         for task in cell.tasks
-    ]
-    rows = csv_rows(cell, [(metric, 0.0, cell.samples) for metric in metrics])
-    return {key_of(row) for row in rows} <= known
+    }
+    return replace(
+        cell, tasks=[task for task in first if not _has(cell, first[task], known)]
+    )
+
+
+def _has(cell: Cell, metric: str, known: set[tuple[str, ...]]) -> bool:
+    (row,) = csv_rows(cell, [(metric, 0.0, cell.samples)])
+    return key_of(row) in known
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -60,7 +60,8 @@ class Cell:
         references: Folder of the full cache's log-softmax per text, or "".
         texts: Folder of .txt files, each a kind; "" for the kinds of `texts.py`.
         max_model_len: Of the engine; 0: what the texts need.
-        dtype: Of the model, but in plain torch; "": that of all benchmarks.
+        dtype: Of the model; "": that of all benchmarks. What is in plain torch has
+            float32.
     """
 
     system: str

@@ -194,6 +194,15 @@ def test_decode(engine, layers, launched, padding):
     assert launched == growth + switch + DECODE * len(layers)
 
 
+def test_the_warm_up_launches_what_prompts_and_switches_do(engine, layers, launched):
+    """Or a kernel would be compiled while requests wait."""
+    builder, _ = engine
+    layer = layers[0]
+    layer.impl.warm_up(layer.kv_cache, builder.spec, ())
+    switch = SWITCH if builder.placements.by_head else []
+    assert {*TRANSITION, *switch} <= set(launched)
+
+
 def test_rows_that_stay_dense_beside_int8(launched):
     builder, config = make_builder(h2o_resident_dtype="int8")
     layers, placements = make_layers(config)

@@ -39,8 +39,11 @@ def test_the_number_behind_the_mark_counts(gsm8k):
         "####12 apples",
         "12",
         r"is \(\boxed{\$180}\).",
+        "#### 1. First\nIt is 18 , so\n#### **19**",
+        "#### ,",
     )
-    assert [answers.number_of(x) for x in said] == [1234.5, -7.0, 12.0, None, 180.0]
+    expected = [1234.5, -7.0, 12.0, None, 180.0, 19.0, None]
+    assert [answers.number_of(x) for x in said] == expected
     (asked,) = answers.gsm8k(1, gsm8k, chats=True)
     assert asked.prompt.startswith("How much is 0 + 1?\nThink")
     assert asked.is_right(r"\boxed{1}")

@@ -18,6 +18,7 @@ from benchmarks.quality.__main__ import (
     key_of,
     parse_args,
     read,
+    unknown_part,
 )
 from benchmarks.quality.cells import (
     BLOCK_SIZE,
@@ -217,7 +218,11 @@ def test_questions_are_of_all_lengths(tokenizer, capsys):
         key_of(row) for row in csv_rows(some[0], [("exact_match_decoys_known", 1, 20)])
     }
     assert done(some[0], known)
-    assert not done(replace(some[0], tasks=["decoys", "vt"]), known)
+    both = replace(some[0], tasks=["decoys", "vt"])
+    assert not done(both, known) and unknown_part(both, known).tasks == ["vt"]
+    with pytest.raises(SystemExit):
+        parse_args(["--full", "--dtype", "bfloat16"])
+    assert "--dtype needs --texts" in capsys.readouterr().err
     short = "--questions 512 --output x.csv --tasks needles".split()
     assert parse_args(short).questions == [512]
     with pytest.raises(SystemExit):

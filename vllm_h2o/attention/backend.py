@@ -268,6 +268,9 @@ class H2OImpl(_StockImpl):
             placement = BY_HEAD
         held = Held(resident, placement, position)
         kernels.transition([layer], prompt, held, position, self.h2o)
+        if placement == BY_HEAD:  # in place, where heads part
+            of_held = [ScoredLayer(pages, state, params)]
+            kernels.transition(of_held, resident, held, position, self.h2o)
         if placements is not None and placements.grows:
             kernels.order_rings([layer], Held(prompt, placement, position))
         if self.h2o.reads_on:

@@ -106,8 +106,8 @@ class Kernels(Protocol):
             source_blocks: int32 pages of `ScoredLayer.source`, the token at position p
                 in page `p // block_size`, offset `p % block_size`.
             held: Where it goes: `[>= cdiv(min(tokens, budget), block_size)]` pages of
-                `ScoredLayer.pages`; pass the same tensor as `source_blocks` to
-                rearrange a request in place.
+                `ScoredLayer.pages`. Pass the same object as `source_blocks` to
+                rearrange a request in place; else no page may be in both.
             first_query: Position of the first query that scored.
             config: The policy.
         """

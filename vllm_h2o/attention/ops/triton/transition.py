@@ -233,7 +233,8 @@ def copy_kept(
     grid = (triton.cdiv(most, tile), num_kv_heads)
     if source_blocks is not target_blocks:
         source = vector_arguments(layer.source)
-        assert source.pop("key_scales") is source.pop("value_scales") is None
+        del source["key_scales"], source["value_scales"]
+        assert not layer.source.quantized, "dense pages have vLLM's type"
         move_kernel[grid](
             **{f"source_{name}": part for name, part in source.items()},
             source_blocks=source_blocks, SOURCE_BLOCK_SIZE=layer.source.block_size,
