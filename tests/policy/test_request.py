@@ -340,20 +340,6 @@ def test_a_share_of_a_requests_own_is_no_larger_than_the_engines():
         RequestOptions.parse({"h2o_budget": "21%"}, limits, 9)
 
 
-def test_a_share_of_few_blocks_is_a_number_to_requests():
-    """All its requests have one budget, which an own share is not rounded up to."""
-    config = replace(PRESETS["h2o"], budget="50%", slots_per_token=2.0, min_budget=64)
-    layout = SlotLayout.of_blocks(config, 112, 11)
-    limits = RequestLimits.of(config, layout, "cpu", 1536)
-    assert limits.climb(None, 900, 940).budget == 11 * 112
-    assert RequestOptions.parse({"h2o_budget": "10%"}, limits, 940).budget == "10%"
-    climb = limits.climb("10%", 900, 940)
-    assert climb.budget == 2 * 112 and climb.is_fixed  # 188
-    with pytest.raises(ValueError, match="a share that has smaller budgets"):
-        limits = RequestLimits.of(config, layout, "cuda", 1536)
-        RequestOptions.parse({"h2o_budget": "10%"}, limits, 940)
-
-
 @pytest.mark.parametrize(
     "limits", [limits_of_share("100%"), limits_of_share(512, device="cuda")]
 )

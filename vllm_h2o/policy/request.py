@@ -67,26 +67,21 @@ class RequestLimits:
         if layout.whole_blocks:
             why = "the engine was started with --h2o-eviction-unit block"
         share = config.share
-        ladder = Ladder.of_number(layout.budget_blocks, size, max_model_len)
-        if share is not None and not why and layout.budget < max_model_len:
-            fewest = SlotLayout.fewest_of_request(config, size)
-            least = max(config.min_budget, size * fewest)
-            growing = Ladder.of_share(
-                share, least, layout.budget_blocks, size, max_model_len
-            )
-            # A single class has one budget for all, as a number is: one that a
-            # request's own share is not rounded up to.
-            if len(growing.budgets) > 1:
-                ladder = growing
-        if ladder.share is None and not why:
+        if share is None or why or layout.budget >= max_model_len:
+            ladder = Ladder.of_number(layout.budget_blocks, size, max_model_len)
             if config.gated and layout.budget >= max_model_len:
-                why = "the engine holds all, and has no gate to choose by"
-            elif device != "cpu":
+                why = why or "the engine holds all, and has no gate to choose by"
+            elif device != "cpu" and not why:
                 why = (
                     f"on {device} they differ only where --h2o-budget is a share that "
-                    "has smaller budgets for shorter requests (--max-model-len, "
-                    "--h2o-min-budget)"
+                    "does not hold the longest request"
                 )
+        else:
+            fewest = SlotLayout.fewest_of_request(config, size)
+            least = max(config.min_budget, size * fewest)
+            ladder = Ladder.of_share(
+                share, least, layout.budget_blocks, size, max_model_len
+            )
         return cls(config, layout, ladder, why, device != "cpu" and not why)
 
     @property
