@@ -224,10 +224,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         random_score.register()
     options = ENGINE_ARGS | {"enable_prefix_caching": True} | job["engine_args"]
     llm = LLM(job["model"], **options, **h2o)
-    found: dict[str, Any] = {"h2o_args": job["h2o_args"] if h2o else {}} | {
-        "system": job["system"],
-        "budget": job["budget"],
-    }
+    found: dict[str, Any] = {name: job[name] for name in ("system", "budget")}
+    found["h2o_args"] = job["h2o_args"] if h2o else {}
     for task in job["tasks"]:
         if task == HUMANEVAL:
             problems = humaneval(job["limit"])

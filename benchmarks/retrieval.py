@@ -13,26 +13,32 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.answers import MIN_BUDGET
 from benchmarks.cells import ENGINE_ARGS
 from benchmarks.forcing import forced, processor
 from benchmarks.machine import engine_env
 from benchmarks.process import run_in_process
-from benchmarks.quality.cells import ANSWER_TOKENS, FULL
+from benchmarks.quality.cells import (
+    ANSWER_TOKENS,
+    ENGINE,
+    FULL,
+    RETRIEVAL,
+    Cell,
+    questions_of,
+)
 from benchmarks.quality.reading import stop_token_ids, until_stop
 from benchmarks.quality.ruler import ANSWER_TOKENS as TOKENS
-from benchmarks.quality.ruler import LEAST_TOKENS, ruler_questions
-from benchmarks.quality.tasks import RECIPES, Question, questions
+from benchmarks.quality.ruler import LEAST_TOKENS
+from benchmarks.quality.tasks import RECIPES, Question
 from benchmarks.report import write_json
 from benchmarks.smollm2 import ensure_model
 
 TASKS = ("needles", "paraphrased", "decoys", *TOKENS)
 BUDGETS = "50%", "20%", "10%"
-DEPTHS = 0.1, 0.3, 0.5, 0.7, 0.9
-MIN_BUDGET = 64
-"""Slots of a request at least: budgets are what they say, also of short prompts."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[LEAST_TOKENS], help=help_
     )
-    help_ = f"{', '.join(TASKS)}"
+    help_ = ", ".join(TASKS)
     parser.add_argument("--tasks", nargs="+", choices=(*RECIPES, *TOKENS), help=help_)
     parser.add_argument("--budgets", nargs="+", default=BUDGETS, help="richest first")
     parser.add_argument("--per-depth", type=int, default=4, help="of 5 depths")
@@ -98,9 +104,13 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     }  # fmt: skip
     llm = LLM(model, **ENGINE_ARGS | options | job["h2o_args"] | job["engine_args"])
     stops = stop_token_ids(GenerationConfig.from_pretrained(model))
+    cell = Cell(
+        ENGINE, "h2o", RETRIEVAL, 0, job["length"], model=model,
+        per_depth=job["per_depth"], seed=job["seed"],
+    )  # fmt: skip
     results: list[dict[str, Any]] = []
     for task in job["tasks"]:
-        asked = _questions(llm.get_tokenizer(), task, job)
+        asked = questions_of(cell, task, llm.get_tokenizer())
         for way in ways(job["budgets"]):
             found = _ask(llm, asked, way, TOKENS.get(task, ANSWER_TOKENS), stops)
             right = sum(sample["right"] for sample in found)
@@ -114,16 +124,9 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
-def _questions(tokenizer: Any, task: str, job: dict[str, Any]) -> list[Question]:
-    length, count, seed = job["length"], job["per_depth"], job["seed"]
-    if task in TOKENS:
-        return ruler_questions(tokenizer, task, length, len(DEPTHS) * count, seed)
-    return questions(tokenizer, [task], length, [*DEPTHS], count, seed)
-
-
 def _ask(
     llm: Any,
-    asked: list[Question],
+    asked: Sequence[Question],
     way: dict[str, Any],
     max_tokens: int,
     stops: set[int],
@@ -132,12 +135,10 @@ def _ask(
     wishes = {"policy": FULL} if way["budget"] == FULL else {"budget": way["budget"]}
     prompts, params, skipped = [], [], []
     for question in asked:
-        later = [] if way["known"] else question.question
-        prompts.append(
-            {"prompt_token_ids": question.context + question.question}
-            if way["known"]
-            else {"prompt_token_ids": question.context}
-        )
+        first, later = question.context, question.question
+        if way["known"]:
+            first, later = first + later, []
+        prompts.append({"prompt_token_ids": first})
         mine = forced(later, len(later) + max_tokens, h2o=wishes | {"report": True})
         mine.ignore_eos = bool(later)
         params.append(mine)

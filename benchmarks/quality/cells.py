@@ -177,7 +177,7 @@ def _retrieval(cell: Cell, system: Any) -> Rows:
     known = "known" if cell.question_known else "unknown"
     rows: Rows = []
     for task in cell.tasks:
-        asked = _questions(cell, task, system.tokenizer)
+        asked = questions_of(cell, task, system.tokenizer)
         answers = system.answers(
             [q.context for q in asked],
             [q.question for q in asked],
@@ -202,7 +202,8 @@ def _retrieval(cell: Cell, system: Any) -> Rows:
     return rows
 
 
-def _questions(cell: Cell, task: str, tokenizer: Any) -> Sequence[Question]:
+def questions_of(cell: Cell, task: str, tokenizer: Any) -> Sequence[Question]:
+    """The questions of one of a cell's tasks."""
     if task in RULER_TOKENS:
         shape = cell.context_tokens, cell.samples, cell.seed
         return ruler_questions(tokenizer, task, *shape)

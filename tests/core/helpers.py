@@ -326,8 +326,10 @@ class Driver:
 
     def climbs(self, request: Request) -> bool:
         """Whether its budget follows it."""
-        is_number = isinstance(wishes_of(request).get("budget"), int)
-        return self.is_share and not is_number
+        asked = wishes_of(request).get("budget")
+        one = len(self.ladder.budgets) == 1
+        is_own = isinstance(asked, int) or (one and asked is not None)
+        return self.is_share and not is_own
 
     @property
     def is_share(self) -> bool:

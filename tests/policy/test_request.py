@@ -340,6 +340,23 @@ def test_a_share_of_a_requests_own_is_no_larger_than_the_engines():
         RequestOptions.parse({"h2o_budget": "21%"}, limits, 9)
 
 
+def test_a_share_of_one_budget_leaves_requests_their_own_shares():
+    """The server's only budget is not what a smaller share is rounded up to."""
+    config = replace(PRESETS["h2o"], budget="50%", slots_per_token=2.0, min_budget=64)
+    layout = SlotLayout.of_blocks(config, 112, 11)
+    limits = RequestLimits.of(config, layout, "cpu", 1536)
+    assert limits.climb(None, 900, 940).budget == 11 * 112
+    assert RequestOptions.parse({"h2o_budget": "10%"}, limits, 940).budget == "10%"
+    climb = limits.climb("10%", 900, 940)
+    assert climb.budget == 2 * 112 and climb.is_fixed  # 188 tokens
+    with pytest.raises(ValueError, match="'60%'.*use '50%' or less"):
+        RequestOptions.parse({"h2o_budget": "60%"}, limits, 940)
+    limits = RequestLimits.of(config, layout, "cuda", 1536)
+    assert limits.climb(None, 900, 940).budget == 11 * 112
+    with pytest.raises(ValueError, match="all have the engine's.*--max-model-len"):
+        RequestOptions.parse({"h2o_budget": "10%"}, limits, 940)
+
+
 @pytest.mark.parametrize(
     "limits", [limits_of_share("100%"), limits_of_share(512, device="cuda")]
 )

@@ -82,6 +82,11 @@ class RequestLimits:
             ladder = Ladder.of_share(
                 share, least, layout.budget_blocks, size, max_model_len
             )
+            if device != "cpu" and len(ladder.budgets) == 1:
+                why = (
+                    f"on {device} they differ only where --h2o-budget has smaller ones "
+                    "for shorter requests (--max-model-len, --h2o-min-budget)"
+                )
         return cls(config, layout, ladder, why, device != "cpu" and not why)
 
     @property
@@ -118,7 +123,9 @@ class RequestLimits:
             most_tokens: That the request can have at its end.
         """
         size, most = self.layout.block_size, self.layout.budget_blocks
-        if self.ladder.share is not None and not isinstance(asked, int):
+        # A ladder of one budget has none for the smaller share of a request's own.
+        own = isinstance(asked, str) and len(self.ladder.budgets) == 1
+        if self.ladder.share is not None and not isinstance(asked, int) and not own:
             share = None if asked is None else self.config.share_of_tokens(asked)
             step = self.ladder.enters(num_tokens, most_tokens, share)
             return Climb(self.ladder, step, share)

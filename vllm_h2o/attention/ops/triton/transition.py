@@ -26,14 +26,42 @@ _VARYING = ["most", "placement", "prompt_attention_stride"]
 
 
 @triton.jit
+def kept_tile(kept, most, head, BLOCK_S: tl.constexpr):
+    """`(where in kept, token, whether there is one)` of a program's tokens."""
+    i = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    at = head.to(tl.int64) * most + i
+    token = tl.load(kept + at, mask=i < most, other=-1).to(tl.int32)
+    return at, token, token >= 0
+
+
+@triton.jit
+def read_vectors(
+    rows, strides, blocks, token, exists, head,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`[len(token), BLOCK_D]` keys or values of tokens of a KV head; 0 beyond."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    places = (blocks, None, None)
+    at = page_offsets(places, token, exists, head, strides, BLOCK_SIZE)
+    mask = exists[:, None] & (d < HEAD_SIZE)
+    return tl.load(rows + at[:, None] + d * strides[3], mask=mask, other=0.0)
+
+
+@triton.jit
 def write_slots(
-    k, v, k_scale, v_scale, token, slot, exists, head,
+    k, v, k_scale, v_scale, at, token, exists, head, slots,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, prompt_attention, prompt_attention_stride,
     target_blocks, sizes, lists, placement,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens of a KV head into its slots, rounded if they have no scales yet."""
+    """Write tokens of a KV head into their slots, in its places by the placement.
+
+    K | V [slots[head, i]] = k | v, rounded where pages are int8 and no scales given
+    attention[slots[head, i]]  = prompt_attention[head, token]
+    birth[slots[head, i]]  = token
+    """
+    slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
     d = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     places, state = (target_blocks, None, None), (target_blocks, None, None)
@@ -74,23 +102,23 @@ def gather_kernel(
 
     Grid `(tiles of tokens, num_kv_heads)`.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
-    i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    at = head.to(tl.int64) * most + i
-    token = tl.load(kept + at, mask=i < most, other=-1).to(tl.int32)
-    exists = token >= 0
+    head = tl.program_id(1)
+    at, token, exists = kept_tile(kept, most, head, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
-    places = (source_blocks, None, None)
-    source = page_offsets(places, token, exists, head, keys_strides, BLOCK_SIZE)
-    along = d[None, :] * keys_strides[3]
-    k = tl.load(keys + source[:, None] + along, mask=mask)
+    k = read_vectors(
+        keys, keys_strides, source_blocks, token, exists, head,
+        HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
     tl.store(staged, k, mask=mask)
-    source = page_offsets(places, token, exists, head, values_strides, BLOCK_SIZE)
-    along = d[None, :] * values_strides[3]
-    v = tl.load(values + source[:, None] + along, mask=mask)
+    v = read_vectors(
+        values, values_strides, source_blocks, token, exists, head,
+        HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
     tl.store(staged + HEAD_SIZE, v, mask=mask)
     if key_scales is not None:
+        places = (source_blocks, None, None)
         source = page_offsets(places, token, exists, head, state_strides, BLOCK_SIZE)
         staged_scales += 2 * at
         tl.store(staged_scales, tl.load(key_scales + source, mask=exists), mask=exists)
@@ -109,21 +137,13 @@ def scatter_kernel(
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of a KV head's kept tokens into their slots.
+    """Write one tile of a KV head's kept tokens, staged, into their slots.
 
-        K | V [slots[head, i]] = staged[head, i], rounded where it is not yet
-        attention[slots[head, i]]  = prompt_attention[head, kept[head, i]]
-        birth[slots[head, i]]  = kept[head, i]
-
-    for kept[head, i] >= 0, in the head's places by the placement.
     Grid `(tiles of tokens, num_kv_heads)`.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
-    i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    at = head.to(tl.int64) * most + i
-    token = tl.load(kept + at, mask=i < most, other=-1).to(tl.int32)
-    exists = token >= 0
-    slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
+    head = tl.program_id(1)
+    at, token, exists = kept_tile(kept, most, head, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
     k = tl.load(staged, mask=mask, other=0.0)
@@ -134,7 +154,7 @@ def scatter_kernel(
         k_scale = tl.load(staged_scales, mask=exists)
         v_scale = tl.load(staged_scales + 1, mask=exists)
     write_slots(
-        k, v, k_scale, v_scale, token, slot, exists, head,
+        k, v, k_scale, v_scale, at, token, exists, head, slots,
         keys, keys_strides, values, values_strides, attention, births, state_strides,
         key_scales, value_scales, prompt_attention, prompt_attention_stride,
         target_blocks, sizes, lists, placement, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
@@ -155,30 +175,22 @@ def move_kernel(
     HEAD_SIZE: tl.constexpr, SOURCE_BLOCK_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Both at once, out of pages that nothing is written into: no copy on the way.
+    """Write one tile of a KV head's kept tokens into their slots, out of other pages.
 
     Grid `(tiles of tokens, num_kv_heads)`.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
-    i, d = tile * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    at = head.to(tl.int64) * most + i
-    token = tl.load(kept + at, mask=i < most, other=-1).to(tl.int32)
-    exists = token >= 0
-    slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
-    mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
-    places = (source_blocks, None, None)
-    source = page_offsets(
-        places, token, exists, head, source_keys_strides, SOURCE_BLOCK_SIZE
-    )
-    along = d[None, :] * source_keys_strides[3]
-    k = tl.load(source_keys + source[:, None] + along, mask=mask, other=0.0)
-    source = page_offsets(
-        places, token, exists, head, source_values_strides, SOURCE_BLOCK_SIZE
-    )
-    along = d[None, :] * source_values_strides[3]
-    v = tl.load(source_values + source[:, None] + along, mask=mask, other=0.0)
+    head = tl.program_id(1)
+    at, token, exists = kept_tile(kept, most, head, BLOCK_S)
+    k = read_vectors(
+        source_keys, source_keys_strides, source_blocks, token, exists, head,
+        HEAD_SIZE, SOURCE_BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
+    v = read_vectors(
+        source_values, source_values_strides, source_blocks, token, exists, head,
+        HEAD_SIZE, SOURCE_BLOCK_SIZE, BLOCK_D,
+    )  # fmt: skip
     write_slots(
-        k, v, None, None, token, slot, exists, head,
+        k, v, None, None, at, token, exists, head, slots,
         keys, keys_strides, values, values_strides, attention, births, state_strides,
         key_scales, value_scales, prompt_attention, prompt_attention_stride,
         target_blocks, sizes, lists, placement, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
