@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     CONTINUE: {"continue": True},
 }
 """What requests ask of H2O, by way."""
-_PACKAGE, _CATEGORY = "bfcl-eval==2026.3.23", "multi_turn_base"
+PACKAGE, _CATEGORY = "bfcl-eval==2026.3.23", "multi_turn_base"
 _EVALUATION = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|```json(.*?)```", re.DOTALL)
 """As the chat template asks for it, and as Qwen2.5-Coder writes it all the same."""
@@ -334,7 +334,7 @@ def work(job: dict[str, Any]) -> list[dict[str, Any]]:
         extra_args={"h2o": WAYS[way] | {"report": True}},
     )
     with tempfile.TemporaryDirectory() as folder:
-        with zipfile.ZipFile(download(_PACKAGE, Path(folder))) as archive:
+        with zipfile.ZipFile(download(PACKAGE, Path(folder))) as archive:
             archive.extractall(Path(folder) / "unpacked")
         leaderboard = Leaderboard(Path(folder) / "unpacked")
         agents = {

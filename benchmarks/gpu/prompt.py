@@ -16,7 +16,13 @@ from benchmarks.gpu.state import random_pages, random_tokens
 from benchmarks.heads import placements_of
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import LayerParams, ScoredLayer
-from vllm_h2o.attention.ops.triton import copy_kept, observe, score_by_gate, select
+from vllm_h2o.attention.ops.triton import (
+    batches,
+    copy_kept,
+    observe,
+    score_by_gate,
+    select,
+)
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, LayerPlacements
 from vllm_h2o.policy.config import H2OConfig
@@ -139,12 +145,13 @@ def transition(
     state = {"attention": torch.rand(sizes.num_kv_heads, sizes.context, device=device)}
     placement = BY_HEAD if by_head else UNIFORM
     first_query = sizes.context - sizes.window
-    arguments = (state, placement, first_query, config, params)
-    scored = ScoredLayer(layers[0], state, params)
+    (batch,) = batches([ScoredLayer(layers[0], state, params)])
+    scores = state["attention"][None]
+    arguments = (batch, scores, placement, first_query, config)
 
     def move() -> None:
         kept = select(*arguments)
-        copy_kept(scored, blocks[:dense], blocks[dense:], placement, kept)
+        copy_kept(batch, scores, blocks[:dense], blocks[dense:], placement, kept)
 
     return timed(lambda: select(*arguments)), timed(move)
 

@@ -35,15 +35,14 @@ from vllm_h2o.attention.ops import (
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     Tuning,
-    copy_kept,
     decode_resident,
     draft_log,
     observe,
     order_rings,
     read_on,
     score_by_gate,
-    select,
     take_back,
+    transition,
 )
 from vllm_h2o.attention.ops.triton.chunks import StagedHeads
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
@@ -119,11 +118,10 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind, reads=False):
         decode_resident(query, key, key, own, stays, alike, query)
     blocks, state = torch.arange(4), {"attention": torch.zeros(2, block_size)}
     observe(query, dense, blocks, 7, state, params)
-    kept = select(state, UNIFORM, 0, H2OConfig(), params)
-    layer = ScoredLayer(pages, state, params, dense)
-    copy_kept(layer, blocks.int(), table[0], UNIFORM, kept)
-    resident = table[0]
-    copy_kept(ScoredLayer(pages, state, params), resident, resident, UNIFORM, kept)
+    layer, config = ScoredLayer(pages, state, params, dense), H2OConfig()
+    transition([layer], blocks.int(), Held(table[0]), 0, config)
+    held = Held(table[0])
+    transition([ScoredLayer(pages, state, params)], held.pages, held, 0, config)
     gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
     score_by_gate([ScoredLayer(dense, state, gated)], blocks.int(), 0)
     order_rings([layer], Held(table[0], UNIFORM, 9))
@@ -217,10 +215,9 @@ def launch_prompts():
         )
         observe(query, pages, table, start, state, params)
         placement = BY_HEAD if num_tokens > layout.budget else UNIFORM
-        kept = select(state, placement, start, H2OConfig(), params)
-        layer = ScoredLayer(pages, state, params)
+        layer, held = ScoredLayer(pages, state, params), Held(table, placement)
         for source in (table, table.clone()[first % 2 :]):
-            copy_kept(layer, source, table, placement, kept)
+            transition([layer], source, held, start, H2OConfig())
         score_by_gate([ScoredLayer(pages, state, gated)], table, start)
         order_rings([layer], Held(table, placement, num_tokens, first))
         hold(pages, table, params, placement, num_tokens)

@@ -193,7 +193,7 @@ def test_what_the_last_step_put_off_is_done_once_and_not_for_the_gone():
     for name in ("stays", "gone", "kept"):
         tokens, blocks = slice(0, 40), torch.zeros(2, dtype=torch.int32)
         row = PromptRow(
-            name, step.transitions, RowPlacements(), tokens, ROWS["ends"], blocks
+            name, step.transitions, RowPlacements(), tokens, ROWS["ends"], 2, blocks
         )
         row.compress = functools.partial(_append, done, name)
         for layer in ("first", "second"):

@@ -3,22 +3,19 @@
 import pytest
 import torch
 
-from tests.attention.triton_checks import TOLERANCE, check_selection
+from tests.attention.triton_checks import TOLERANCE, check_selection, copy_kept_alone
 from tests.attention.triton_heads import (
     CONFIG,
+    SMALL,
     check_heads,
     make_layers,
     params_of,
 )
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.ops import Held, ScoredLayer, reference
-from vllm_h2o.attention.ops.triton import (
-    copy_kept,
-    launch,
-    order_rings,
-    transition,
-)
-from vllm_h2o.attention.placements import BY_HEAD
+from vllm_h2o.attention.ops.triton import launch, order_rings, transition
+from vllm_h2o.attention.ops.triton import layers as batching
+from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.methods import Mean, Sum
 
 
@@ -101,7 +98,7 @@ def test_switch_to_head_budgets_in_place(layer, dtype):
     """Slots are sources and targets at once; nothing is overwritten unread."""
     layers, table = make_layers(dtype, 64, 16, 1)
     results = []
-    for copy, device in ((reference.copy_kept, "cpu"), (copy_kept, DEVICE)):
+    for copy, device in ((reference.copy_kept, "cpu"), (copy_kept_alone, DEVICE)):
         own = [clone(pages, device) for pages in layers]
         params = params_of(own, layer, 16)
         blocks = table[0].to(device)
@@ -123,7 +120,7 @@ def test_transition_into_borrowed_pages(dtype):
     dense, resident = table[:2].flatten()[:5], table[2]
     scores = torch.rand(2, 77, generator=torch.Generator().manual_seed(2))
     results = []
-    for copy, device in ((reference.copy_kept, "cpu"), (copy_kept, DEVICE)):
+    for copy, device in ((reference.copy_kept, "cpu"), (copy_kept_alone, DEVICE)):
         own = [clone(pages, device) for pages in layers]
         params = params_of(own, 0, 16)
         state = {"attention": scores.to(device)}
@@ -135,6 +132,64 @@ def test_transition_into_borrowed_pages(dtype):
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(content(actual), content(expected))
     assert not torch.equal(content(results[0][1]), content(layers[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+@pytest.mark.parametrize("num_tokens", [20, 77])
+@pytest.mark.parametrize("scratch", [batching.SCRATCH_BYTES, 1])
+def test_layers_share_launches(monkeypatch, dtype, num_tokens, scratch):
+    """Of a prompt that fits and one that does not; also where scratch is for one."""
+    monkeypatch.setattr(batching, "SCRATCH_BYTES", scratch)
+    pages, table = make_layers(dtype, 64, 16, 2)
+    dense = empty_pages(9, 2, 64, 16, torch.float16)
+    generator = torch.Generator().manual_seed(num_tokens)
+    scores = torch.rand(3, 2, num_tokens, generator=generator)
+    own_dense = []
+    for _ in pages:
+        for part in (dense.keys, dense.values):
+            part.copy_(torch.randn(part.shape, generator=generator))
+        own_dense.append(clone(dense))
+    blocks, resident = torch.tensor([8, 1, 5, 3, 7]).int(), table[0]
+    placement, results = BY_HEAD if num_tokens > 48 else UNIFORM, []
+    for op, device in ((reference.transition, "cpu"), (transition, DEVICE)):
+        own = [clone(mine, device) for mine in pages]
+        scored = [
+            ScoredLayer(
+                own[i],
+                {"attention": scores.to(device)[i]},
+                params_of(own, i, 16),
+                clone(own_dense[i], device),
+            )
+            for i in range(3)
+        ]
+        held = Held(resident.to(device), placement, num_tokens)
+        op(scored, blocks.to(device), held, num_tokens // 2, CONFIG)
+        results.append([content(clone(mine, "cpu")) for mine in own])
+    for before, expected, actual in zip(pages, *results, strict=True):
+        assert torch.equal(actual, expected)
+        assert not torch.equal(actual, content(before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_layers_switch_in_the_same_launches(dtype):
+    """Of the smallest budget, whose heads have their own pages until then.
+
+    The layers' states are tensors of their own.
+    """
+    pages, table = make_layers(dtype, 64, 16, 1)
+    results = []
+    for op, device in ((reference.transition, "cpu"), (transition, DEVICE)):
+        own = [clone(mine, device) for mine in pages]
+        blocks, scored = table[0, :2].to(device), []
+        for i, mine in enumerate(own):
+            state = mine.attention[blocks.long()].transpose(0, 1).flatten(1)
+            params = params_of(own, i, 16)
+            scored.append(ScoredLayer(mine, {"attention": state}, params))
+        op(scored, blocks, Held(blocks, SMALL + BY_HEAD, 32), 9, CONFIG)
+        results.append([content(clone(mine, "cpu")) for mine in own])
+    for before, expected, actual in zip(pages, *results, strict=True):
+        assert torch.equal(actual, expected)
+        assert not torch.equal(actual, content(before))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])

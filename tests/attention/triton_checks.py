@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.ops import LayerParams, ScoredLayer, reference
+from vllm_h2o.attention.ops import Kept, LayerParams, ScoredLayer, reference
 from vllm_h2o.attention.ops.triton import (
+    batches,
     copy_kept,
     decode_resident,
     observe,
@@ -135,13 +136,27 @@ def poisoned():
         torch.use_deterministic_algorithms(False)
 
 
+def select_alone(scores, placement, first_query, config, params):
+    """`select` of one layer; of its pages only the number of heads matters."""
+    pages = empty_pages(1, len(scores), 16, 16, torch.float32, DEVICE)
+    (batch,) = batches([ScoredLayer(pages, {}, params)])
+    kept = select(batch, scores[None], placement, first_query, config)
+    return Kept(kept.positions[0], kept.slots[0])
+
+
+def copy_kept_alone(layer, source, target, placement, kept):
+    """`copy_kept` of one layer."""
+    (batch,), kept = batches([layer]), Kept(kept.positions[None], kept.slots[None])
+    copy_kept(batch, layer.state["attention"][None], source, target, placement, kept)
+
+
 def check_selection(scores, placement, first_query, config, params):
     """Both choose the same tokens for the same slots, ties included; return them."""
     expected = reference.select(
         {"attention": scores.cpu()}, placement, first_query, config, params
     )
     with poisoned():
-        actual = select({"attention": scores}, placement, first_query, config, params)
+        actual = select_alone(scores, placement, first_query, config, params)
     check_same_selection(actual, expected)
     return actual
 
@@ -170,7 +185,7 @@ def check_transition(num_tokens, config, layout, dtype=torch.float32, head_size=
     first_query = first_observer(config, num_tokens)
     kept = check_selection(scores, UNIFORM, first_query, config, params)
     expected = clone(pages)
-    for copy, into in ((reference.copy_kept, expected), (copy_kept, pages)):
+    for copy, into in ((reference.copy_kept, expected), (copy_kept_alone, pages)):
         layer = ScoredLayer(into, {"attention": scores}, params)
         copy(layer, dense, resident, UNIFORM, kept)
     assert torch.equal(content(pages), content(expected))

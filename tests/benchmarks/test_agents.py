@@ -46,7 +46,7 @@ def output(text, reason="stop"):
 
 @pytest.mark.slow  # fetches the leaderboard
 def test_its_own_solutions_complete_its_tasks(tmp_path):
-    with zipfile.ZipFile(download(agents._PACKAGE, tmp_path)) as archive:
+    with zipfile.ZipFile(download(agents.PACKAGE, tmp_path)) as archive:
         archive.extractall(tmp_path / "unpacked")
     leaderboard = agents.Leaderboard(tmp_path / "unpacked")
     tokenizer = AutoTokenizer.from_pretrained(ensure_model())

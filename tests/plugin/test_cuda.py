@@ -26,6 +26,7 @@ from tests.core.helpers import plan_of
 from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend
 from vllm_h2o.attention.heads import HeadBudgets
+from vllm_h2o.attention.ops import SCRATCH_BYTES
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, read_bytes, splitting
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
@@ -310,6 +311,25 @@ def test_memory_for_reading_on_is_reserved(config, on_cuda, options, fresh):
     shape = 9, 3, 64, spec.dtype.itemsize
     most = spec.largest_budget
     assert taken == (fresh and read_bytes(most, most + fresh, fresh, *shape))
+
+
+def test_memory_for_transitions_is_reserved(config, on_cuda):
+    """Of all layers, or of as many as are compressed at once."""
+    config.model_config.max_model_len = 2048
+    specs = {"layer": spec_of(config), "other": object()}
+    spec = specs["layer"]
+    token = 2 * 64 * spec.dtype.itemsize + 16
+    one = max(4 * 2048 + 16 * spec.largest_budget, (token + 4) * spec.largest_budget)
+    one = 3 * (4 * 2048 + one)
+    assert gpu_worker.transition_bytes(config, specs) == one
+    specs |= {str(i): spec for i in range(9)}
+    assert gpu_worker.transition_bytes(config, specs) == 10 * one
+    config.model_config.max_model_len = 2**21
+    scores, scratch = 3 * 4 * 2**21, 3 * (4 * 2**21 + 16 * spec.largest_budget)
+    assert scores < SCRATCH_BYTES < 10 * scores
+    taken = gpu_worker.transition_bytes(config, specs)
+    assert taken == SCRATCH_BYTES + max(scratch, SCRATCH_BYTES)
+    assert gpu_worker.transition_bytes(config, {}) == 0
 
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):

@@ -141,6 +141,7 @@ class H2OMetadataBuilder(_Stock):
         self.step, self.placements = step, placements or RowPlacements()
         step.groups.append(self.placements)
         self.upkeep = Upkeep(self.spec, layers, self.placements)
+        self._num_layers = len(layers)
         self._tensors.bind(self.placements.has_several)
         self._known_logs = {}
 
@@ -369,6 +370,7 @@ class H2OMetadataBuilder(_Stock):
                 placements=self.placements,
                 tokens=slice(starts[i], starts[i + 1]),
                 plan=row,
+                num_layers=self._num_layers,
                 blocks=table[: cdiv(end, size)],
                 resident=resident,
                 attends=self._attends(common, row),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from vllm_h2o.attention.layer import BoundLayer
-from vllm_h2o.attention.ops import Chunk, Held, ScoredLayer
+from vllm_h2o.attention.ops import SCRATCH_BYTES, Chunk, Held, ScoredLayer
 from vllm_h2o.attention.placements import Budget
 from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.policy.config import H2OConfig
@@ -48,18 +48,22 @@ class Transitions:
 
         On CPU that is between this step and the next, all layers at once: the first
         token does not wait for it, and the heads of all layers share out the threads.
-        A GPU's launches gain nothing by that, and its memory for scores is dear: there
-        each layer is compressed at once.
+        On a GPU it is when the last layer has run, so that layers share launches, where
+        a gate scores; what queries have scored would take memory until then, and is
+        compressed layer by layer, as are later chunks.
 
         Args:
             row: The row, in its transition step, with the layer as its last.
             config: The policy.
         """
-        if not row.blocks.is_cpu:
+        if row.blocks.is_cpu:
+            if len(row.layers) == 1:
+                compress = functools.partial(row.compress, config)
+                self._due.setdefault(row.request_id, []).append(compress)
+            return
+        at_once = config.gated and row.chunk is None
+        if not at_once or len(row.layers) == row.num_layers:
             row.compress(config)
-        elif len(row.layers) == 1:
-            compress = functools.partial(row.compress, config)
-            self._due.setdefault(row.request_id, []).append(compress)
 
     def run(self) -> None:
         """Run what the last step put off.
@@ -97,6 +101,7 @@ class PromptRow:
         placements: Of the rows' slots.
         tokens: The row's tokens in the batch.
         plan: The row's counts.
+        num_layers: That the row passes through.
         blocks: `[cdiv(seq_len, block_size)]` int32 dense blocks, by position.
         resident: `[num_resident]` int32 pages of resident blocks, in the transition
             step of a first chunk.
@@ -110,6 +115,7 @@ class PromptRow:
     placements: RowPlacements
     tokens: slice
     plan: RowPlan
+    num_layers: int
     blocks: torch.Tensor
     resident: torch.Tensor | None = None
     attends: bool = False
@@ -135,7 +141,7 @@ class PromptRow:
             state = self._read_on(self.chunk, layer, state, query, output)
         elif layer.config.gated:
             assert layer.params.gate is not None, "the worker gives it before the cache"
-            state = self._zeros(layer, layer.pages.state)
+            state = {}  # until it is compressed
         else:
             state = self._observe(layer, state, query, output)
         if not self.plan.is_transition:
@@ -212,11 +218,33 @@ class PromptRow:
             self.layers.clear()
             return
         assert self.resident is not None
-        if config.gated:
-            kernels.score_by_gate(self.layers, self.blocks, plan.first_query)
-        self.placements.split(self.request_id, plan, self.layers)
-        filled = plan.chunk_end > plan.budget
-        placement = self.placements.index(self.request_id, Budget.of(plan), filled)
-        held = Held(self.resident, placement, plan.chunk_end)
-        kernels.transition(self.layers, self.blocks, held, plan.first_query, config)
+        for layers in self._parts(config):
+            if config.gated:
+                layers = self._expecting(layers)
+                kernels.score_by_gate(layers, self.blocks, plan.first_query)
+            self.placements.split(self.request_id, plan, layers)
+            filled = plan.chunk_end > plan.budget
+            placement = self.placements.index(self.request_id, Budget.of(plan), filled)
+            held = Held(self.resident, placement, plan.chunk_end)
+            kernels.transition(layers, self.blocks, held, plan.first_query, config)
         self.layers.clear()
+
+    def _parts(self, config: H2OConfig) -> Iterator[list[ScoredLayer]]:
+        """Layers that are compressed at once: on a GPU those whose scores take little
+        memory, on CPU all, as a request may share its slots out among them."""
+        count, keys = len(self.layers), self.layers[0].pages.keys
+        if config.gated and not keys.is_cpu:
+            floats = keys.shape[1] * self.plan.chunk_end
+            count = max(1, SCRATCH_BYTES // (4 * floats))
+        for first in range(0, len(self.layers), count):
+            yield self.layers[first : first + count]
+
+    def _expecting(self, layers: list[ScoredLayer]) -> list[ScoredLayer]:
+        """The layers, with the state of a prompt that nobody has looked at."""
+        keys, names = layers[0].pages.keys, list(layers[0].pages.state)
+        shape = len(names), len(layers), keys.shape[1], self.plan.chunk_end
+        zeros = torch.zeros(shape, device=keys.device)
+        return [
+            replace(layer, state=dict(zip(names, zeros[:, i], strict=True)))
+            for i, layer in enumerate(layers)
+        ]

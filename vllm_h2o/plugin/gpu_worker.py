@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_h2o.attention.device_tables import NUM_SIZES
+from vllm_h2o.attention.ops import SCRATCH_BYTES
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin.worker import H2OWorker
 from vllm_h2o.policy.chunks import chunk_tokens
@@ -67,6 +68,7 @@ class H2OGPUWorker(H2OWorker, Worker):
         scratch += table_bytes(specs, self._resolved)
         scratch += log_bytes(self.vllm_config, specs, num_blocks)
         scratch += reading_bytes(self.vllm_config, specs, num_blocks)
+        scratch += transition_bytes(self.vllm_config, specs)
         logger.info_once(
             "H2O's steps take %s GiB beside the KV cache, for up to %d rows "
             "(--max-num-seqs)",
@@ -241,6 +243,29 @@ def reading_bytes(
         )  # fmt: skip
         most = max(most, taken)
     return most
+
+
+def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
+    """Bytes of compressing the longest prompt: its scores, and scratch of its layers.
+
+    Args:
+        vllm_config: The engine's.
+        specs: Of all layers.
+    """
+    from vllm_h2o.attention.ops.triton import layer_bytes
+
+    longest = vllm_config.model_config.max_model_len
+    ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
+    num_bytes = 0
+    for spec in ours:
+        heads, held = spec.num_kv_heads, min(spec.largest_budget, longest)
+        vectors = 2 * spec.head_size * spec.dtype.itemsize
+        prompt = layer_bytes(heads, longest, held, 0)
+        in_place = layer_bytes(heads, held, held, vectors)
+        parts = 4 * heads * longest, max(prompt, in_place)
+        taken = sum(min(len(ours) * x, max(x, SCRATCH_BYTES)) for x in parts)
+        num_bytes = max(num_bytes, taken)
+    return num_bytes
 
 
 def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from vllm_h2o.attention.ops.contract import Capability, Kernels
 from vllm_h2o.attention.ops.types import (
+    SCRATCH_BYTES,
     Chunk,
     DraftLog,
     Held,
@@ -24,8 +25,8 @@ from vllm_h2o.policy.options import shown
 
 __all__ = [
     "KERNELS", "Capability", "Chunk", "DraftLog", "Held", "Kept", "Kernels",
-    "LayerParams", "LoggedLayer", "ResidentRows", "ScoredLayer", "kernels_of",
-    "named_kernels",
+    "LayerParams", "LoggedLayer", "ResidentRows", "SCRATCH_BYTES", "ScoredLayer",
+    "kernels_of", "named_kernels",
 ]  # fmt: skip
 
 KERNELS = "VLLM_H2O_KERNELS"

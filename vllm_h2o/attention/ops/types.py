@@ -72,6 +72,9 @@ class ResidentRows:
         return range(start, start + int(self.counts[row]))
 
 
+SCRATCH_BYTES = 64 << 20
+"""Of what the layers that a GPU compresses at once need beside their pages, and as many
+of their scores; one layer may need more."""
 RING, NOTHING = -1, -2
 """In place of a slot in `DraftLog.losers`, see there."""
 

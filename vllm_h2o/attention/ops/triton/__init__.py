@@ -15,6 +15,7 @@ from vllm_h2o.attention.ops.triton.launch import (
     decode_resident,
     draft_log,
 )
+from vllm_h2o.attention.ops.triton.layers import batches
 from vllm_h2o.attention.ops.triton.reading_on import read_bytes, read_on
 from vllm_h2o.attention.ops.triton.scoring import observe
 from vllm_h2o.attention.ops.triton.selection import select
@@ -24,7 +25,7 @@ from vllm_h2o.attention.ops.triton.splitting import (
     slots_with_logits,
 )
 from vllm_h2o.attention.ops.triton.take_back import take_back
-from vllm_h2o.attention.ops.triton.transition import copy_kept, transition
+from vllm_h2o.attention.ops.triton.transition import copy_kept, layer_bytes, transition
 
 __all__ = [
     "CAPABILITIES",
@@ -32,12 +33,14 @@ __all__ = [
     "DecodeScratch",
     "Tuning",
     "attend_observed",
+    "batches",
     "check_supported",
     "compress_chunk",
     "select",
     "copy_kept",
     "decode_resident",
     "draft_log",
+    "layer_bytes",
     "move_keys",
     "observe",
     "order_rings",

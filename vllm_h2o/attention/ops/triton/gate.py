@@ -10,6 +10,15 @@ import triton.language as tl
 
 from vllm_h2o.attention.ops import ScoredLayer
 from vllm_h2o.attention.ops.triton.launch import copied_tokens
+from vllm_h2o.attention.ops.triton.layers import (
+    SOURCE,
+    WEIGHTS,
+    LayerBatch,
+    batches,
+    of_layer,
+    pages_of_layer,
+    stacked,
+)
 from vllm_h2o.attention.ops.triton.slots import page_offsets
 from vllm_h2o.policy.gate import LEAST_NORM
 
@@ -40,12 +49,12 @@ def load_weights(weights, first, step, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "first_query", "attention_stride"],
+    do_not_specialize=["num_tokens", "first_query", "layer_stride", "head_stride"],
     do_not_specialize_on_alignment=["blocks"],
 )
 def gate_kernel(
     keys, keys_strides, values, values_strides, blocks, angles, weights, attention,
-    attention_stride, num_tokens, first_query,
+    layer_stride, head_stride, distances, num_tokens, first_query,
     KNOWN: tl.constexpr, NEOX: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -53,12 +62,15 @@ def gate_kernel(
 ):  # fmt: skip
     """Write the attention that one tile of tokens is expected to get in one KV head.
 
-    Grid `(tiles of tokens, num_kv_heads)`. `KNOWN`: the rotation is, of the first
-    `ROTARY` elements of a key; a rotation that is not known leaves of a key its norm.
+    Grid `(tiles of tokens, num_kv_heads, num_layers)`. `KNOWN`: the rotation is, of
+    the first `ROTARY` elements of a key; where it is not, a key's norm alone counts.
 
     Reference: policy/gate.py::features and ::expected, attention/gate.py::fill.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    keys = pages_of_layer(keys, distances, SOURCE)
+    values = pages_of_layer(values, distances, SOURCE)
+    weights = of_layer(weights, distances, WEIGHTS)
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     exists = tokens < num_tokens
     places = (blocks, None, None)
@@ -113,24 +125,32 @@ def gate_kernel(
     root = tl.maximum(root + tl.load(others + 3), 0.0)
     queries = num_tokens - tl.maximum(tokens, first_query)
     expected = GROUP * (root * root) * (root * root) * queries.to(tl.float32)
-    tl.store(attention + head * attention_stride + tokens, expected, mask=exists)
+    attention += layer.to(tl.int64) * layer_stride + head * head_stride
+    tl.store(attention + tokens, expected, mask=exists)
 
 
 def score_by_gate(
     layers: Sequence[ScoredLayer], dense_blocks: torch.Tensor, first_query: int
 ) -> None:
     """See `Kernels.score_by_gate`."""
-    for layer in layers:
-        _score(layer, dense_blocks, first_query)
+    for batch in batches(layers):
+        own = [layer.state["attention"] for layer in batch.layers]
+        attention, is_view = stacked(own)
+        _score(batch, attention, dense_blocks, first_query)
+        if not is_view:
+            for mine, written in zip(own, attention, strict=True):
+                mine.copy_(written)
 
 
-def _score(layer: ScoredLayer, blocks: torch.Tensor, first_query: int) -> None:
-    pages, gate, attention = layer.source, layer.params.gate, layer.state["attention"]
+def _score(
+    batch: LayerBatch, attention: torch.Tensor, blocks: torch.Tensor, first_query: int
+) -> None:
+    pages, gate = batch.first.source, batch.first.params.gate
     assert gate is not None and gate.weights.is_contiguous()
     _, num_kv_heads, head_size, block_size = pages.keys.shape
     assert gate.weights.shape == (num_kv_heads, 2 * head_size + 4)
-    num_tokens = attention.shape[1]
-    assert attention.stride(1) == 1 and blocks.stride(0) == 1
+    num_layers, _, num_tokens = attention.shape
+    assert attention.stride(2) == 1 and blocks.stride(0) == 1
     angles, rotary, known, neox = gate.weights, 0, True, True
     if gate.rotation is not None:
         table, neox = gate.rotation.angles, gate.rotation.neox
@@ -139,11 +159,12 @@ def _score(layer: ScoredLayer, blocks: torch.Tensor, first_query: int) -> None:
             assert table.is_contiguous() and table.device == attention.device
             angles, rotary = table, table.shape[1]
     keys, tile = pages.keys.transpose(2, 3), copied_tokens(head_size)
-    gate_kernel[(triton.cdiv(num_tokens, tile), num_kv_heads)](
+    gate_kernel[(triton.cdiv(num_tokens, tile), num_kv_heads, num_layers)](
         keys=keys, keys_strides=keys.stride(),
         values=pages.values, values_strides=pages.values.stride(),
         blocks=blocks, angles=angles, weights=gate.weights,
-        attention=attention, attention_stride=attention.stride(0),
+        attention=attention, layer_stride=attention.stride(0),
+        head_stride=attention.stride(1), distances=batch.distances,
         num_tokens=num_tokens, first_query=first_query,
         KNOWN=known, NEOX=neox, GROUP=gate.group,
         HEAD_SIZE=head_size, ROTARY=rotary, BLOCK_SIZE=block_size,

@@ -1,9 +1,9 @@
 """The selection at the transition: the heaviest tokens of each KV head.
 
-Two kernels for all heads, whatever their budgets. `image_kernel` turns what tokens
-(or whole blocks) compete by into integers of the same order, `select_kernel` finds
-each head's threshold digit by digit and compacts what is above it. Counts alone say
-how many tokens a head keeps, so nothing here waits for the device.
+Two kernels for all heads of all layers, whatever their budgets. `image_kernel` turns
+what tokens (or whole blocks) compete by into integers of the same order,
+`select_kernel` finds each head's threshold digit by digit and compacts what is above
+it. Counts alone say how many tokens a head keeps, so nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import Kept, LayerParams
+from vllm_h2o.attention.ops import Kept
+from vllm_h2o.attention.ops.triton.layers import SIZES, LayerBatch, of_layer
 from vllm_h2o.attention.ops.triton.slots import sizes_of, slot_of
 from vllm_h2o.policy.config import H2OConfig
-from vllm_h2o.policy.methods import State
 
 _IMAGE_TILE = 1024
 """Tokens per program of `image_kernel`."""
@@ -23,8 +23,8 @@ _SELECT_TILE = 4096
 """Units per loop step of `select_kernel`."""
 # Differ from prompt to prompt: one compilation must serve them all.
 _VARYING = [
-    "attention_stride", "images_stride", "num_tokens", "most", "placement", "average",
-    "first_query",
+    "layer_stride", "head_stride", "images_stride", "num_tokens", "most", "placement",
+    "average", "first_query",
 ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def image_of(score):
 
 @triton.jit(do_not_specialize=_VARYING)
 def image_kernel(
-    attention, attention_stride, images, images_stride, sizes,
+    attention, layer_stride, head_stride, images, images_stride, sizes, distances,
     num_tokens, placement, average, first_query,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr, PINNED: tl.constexpr,
     MEAN: tl.constexpr, POOLING: tl.constexpr, UNIT: tl.constexpr,
@@ -80,13 +80,15 @@ def image_kernel(
 
     A head with less than the request has on average has no room for spans: its scores
     are not pooled.
-    Grid `(tiles of units, num_kv_heads)`.
+    Grid `(tiles of units, num_kv_heads, num_layers)`.
 
     Reference: select_residents of policy/selection.py; the sum of a block has an
     order of its own.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = placement * tl.num_programs(1) + head
+    if sizes is not None:
+        sizes = of_layer(sizes, distances, SIZES)
     heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     end, _ = heavy_part(num_tokens, heavy, budget, UNIT)
     if tile * TILE * UNIT >= end:
@@ -97,13 +99,14 @@ def image_kernel(
     reach = POOLING // 2
     if sizes is not None:
         reach = tl.where(budget < average, 0, reach)
-    attention += head.to(tl.int64) * attention_stride
+    attention += layer.to(tl.int64) * layer_stride + head.to(tl.int64) * head_stride
     score = pooled_scores(
         attention, tokens, competes, num_tokens, first_query, reach, MEAN
     )
     score = tl.sum(tl.where(competes, score, 0.0), axis=1)
     score = tl.where(units * UNIT < PINNED, float("inf"), score)
-    images += head.to(tl.int64) * images_stride
+    row = layer.to(tl.int64) * tl.num_programs(1) + head
+    images += row * images_stride
     tl.store(images + units, image_of(score), mask=units * UNIT < end)
 
 
@@ -168,7 +171,8 @@ def compact(
 
 @triton.jit(do_not_specialize=_VARYING)
 def select_kernel(
-    images, images_stride, positions, slots, sizes, num_tokens, most, placement,
+    images, images_stride, positions, slots, sizes, distances,
+    num_tokens, most, placement,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Choose the tokens of one KV head: the highest images, then the recent window.
@@ -178,19 +182,22 @@ def select_kernel(
 
     or all tokens in order where they fit the head's budget; -1 up to `most`.
 
-    Grid `(num_kv_heads,)`: a head is one program's, which reads its images five
-    times. At 128k tokens these are 512 KiB, from the L2, and a scan over more
-    programs would need a kernel per pass.
+    Grid `(1, num_kv_heads, num_layers)`: a head is one program's, which reads its
+    images five times. At 128k tokens these are 512 KiB, from the L2, and a scan over
+    more programs would need a kernel per pass.
 
     Reference: select_residents of policy/selection.py.
     """
-    head = tl.program_id(0).to(tl.int64)
-    entry = placement * tl.num_programs(0) + head
+    head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    entry = placement * tl.num_programs(1) + head
+    row = layer * tl.num_programs(1) + head
+    if sizes is not None:
+        sizes = of_layer(sizes, distances, SIZES)
     heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     end, kept = heavy_part(num_tokens, heavy, budget, UNIT)
-    images += head * images_stride
-    positions += head * most
-    slots += head * most
+    images += row * images_stride
+    positions += row * most
+    slots += row * most
     num_units = end // UNIT
     threshold, room = find_threshold(images, num_units, kept // UNIT, TILE)
     compact(images, num_units, threshold, room, positions, UNIT, TILE)
@@ -205,40 +212,52 @@ def select_kernel(
 
 
 def select(
-    state: State,
+    batch: LayerBatch,
+    attention: torch.Tensor,
     placement: int,
     first_query: int,
     config: H2OConfig,
-    params: LayerParams,
 ) -> Kept:
-    """See `vllm_h2o.attention.ops.reference.select`."""
-    attention = state["attention"]
-    assert attention.stride(1) == 1 and attention.dtype == torch.float32
-    num_kv_heads, num_tokens = attention.shape
-    layout = params.layout
+    """See `vllm_h2o.attention.ops.reference.select`.
+
+    Args:
+        batch: The layers.
+        attention: `[num_layers, num_kv_heads, num_tokens]` that tokens have got.
+        placement: As there.
+        first_query: As there.
+        config: As there.
+
+    Returns:
+        `[num_layers, num_kv_heads, most]`, of the head with the most in any layer.
+    """
+    assert attention.stride(2) == 1 and attention.dtype == torch.float32
+    num_layers, num_kv_heads, num_tokens = attention.shape
+    params = batch.first.params
+    layout, tables = params.layout, params.device_tables
     unit = layout.block_size if layout.whole_blocks else 1
     block_u = triton.next_power_of_2(unit)
-    most = min(num_tokens, params.largest_of(placement, num_kv_heads))
-    images = attention.new_empty(num_kv_heads, num_tokens // unit, dtype=torch.int32)
-    positions = attention.new_empty(num_kv_heads, most, dtype=torch.int64)
+    most = min(num_tokens, batch.largest_of(placement))
+    heads = num_layers, num_kv_heads
+    images = attention.new_empty(*heads, num_tokens // unit, dtype=torch.int32)
+    positions = attention.new_empty(*heads, most, dtype=torch.int64)
     slots = torch.empty_like(positions)  # aligned as it is, whatever their size
-    tables = params.device_tables
     shared = {
-        "images": images, "images_stride": images.stride(0),
-        "sizes": tables and tables.sizes, "num_tokens": num_tokens,
-        "placement": placement,
+        "images": images, "images_stride": images.stride(1),
+        "sizes": tables and tables.sizes, "distances": batch.distances,
+        "num_tokens": num_tokens, "placement": placement,
         "HEAVY": layout.heavy_slots, "BUDGET": layout.budget, "UNIT": unit,
     }  # fmt: skip
     tile = max(_IMAGE_TILE // block_u, 1)
-    image_kernel[(triton.cdiv(num_tokens // unit, tile), num_kv_heads)](
-        attention=attention, attention_stride=attention.stride(0),
-        first_query=first_query,
+    tiles = triton.cdiv(num_tokens // unit, tile)
+    image_kernel[(tiles, num_kv_heads, num_layers)](
+        attention=attention, layer_stride=attention.stride(0),
+        head_stride=attention.stride(1), first_query=first_query,
         average=params.budget_of(placement), PINNED=layout.pinned_slots,
         MEAN=params.fused_form == "mean",
         POOLING=config.prompt_pooling, BLOCK_U=block_u, TILE=tile, num_warps=4,
         **shared,
     )  # fmt: skip
-    select_kernel[(num_kv_heads,)](
+    select_kernel[(1, num_kv_heads, num_layers)](
         positions=positions, slots=slots, most=most, TILE=_SELECT_TILE, num_warps=8,
         **shared,
     )  # fmt: skip

@@ -15,6 +15,20 @@ from vllm_h2o.attention.ops.triton.launch import (
     table_arguments,
     vector_arguments,
 )
+from vllm_h2o.attention.ops.triton.layers import (
+    COLUMNS,
+    KV,
+    KV_OFFSETS,
+    SIZES,
+    SOURCE,
+    STATE,
+    STATE_OFFSETS,
+    LayerBatch,
+    batches,
+    of_layer,
+    pages_of_layer,
+    stacked,
+)
 from vllm_h2o.attention.ops.triton.quantization import quantized
 from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
@@ -22,14 +36,15 @@ from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.quantization import NUM_SCALES
 
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
-_VARYING = ["most", "placement", "prompt_attention_stride"]
+_VARYING = ["most", "placement", "layer_stride", "head_stride"]
 
 
 @triton.jit
 def kept_tile(kept, most, head, BLOCK_S: tl.constexpr):
     """`(where in kept, token, whether there is one)` of a program's tokens."""
     i = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    at = head.to(tl.int64) * most + i
+    row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + head
+    at = row * most + i
     token = tl.load(kept + at, mask=i < most, other=-1).to(tl.int32)
     return at, token, token >= 0
 
@@ -51,8 +66,8 @@ def read_vectors(
 def write_slots(
     k, v, k_scale, v_scale, at, token, exists, head, slots,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    key_scales, value_scales, prompt_attention, prompt_attention_stride,
-    target_blocks, sizes, lists, placement,
+    key_scales, value_scales, prompt_attention, layer_stride, head_stride,
+    target_blocks, sizes, lists, placement, distances,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write tokens of a KV head into their slots, in its places by the placement.
@@ -62,10 +77,18 @@ def write_slots(
     birth[slots[head, i]]  = token
     """
     slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
+    keys = pages_of_layer(keys, distances, KV)
+    values = pages_of_layer(values, distances, KV)
+    attention = of_layer(attention, distances, STATE)
+    births = of_layer(births, distances, STATE)
     d = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     places, state = (target_blocks, None, None), (target_blocks, None, None)
     if lists is not None:
+        sizes = of_layer(sizes, distances, SIZES)
+        columns = of_layer(lists[0], distances, COLUMNS)
+        kv_offsets = of_layer(lists[1], distances, KV_OFFSETS)
+        lists = columns, kv_offsets, of_layer(lists[2], distances, STATE_OFFSETS)
         entry = placement * tl.num_programs(1) + head
         places, state = places_of(target_blocks, sizes, lists, entry)
     in_state = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
@@ -73,8 +96,9 @@ def write_slots(
         if k_scale is None:
             k, k_scale = quantized(k.to(tl.float32))
             v, v_scale = quantized(v.to(tl.float32))
-        tl.store(key_scales + in_state, k_scale, mask=exists)
-        tl.store(value_scales + in_state, v_scale, mask=exists)
+        in_scales = of_layer(in_state, distances, STATE)
+        tl.store(key_scales + in_scales, k_scale, mask=exists)
+        tl.store(value_scales + in_scales, v_scale, mask=exists)
     target = page_offsets(places, slot, exists, head, keys_strides, BLOCK_SIZE)
     along = d[None, :] * keys_strides[3]
     element = keys.dtype.element_ty
@@ -82,7 +106,8 @@ def write_slots(
     target = page_offsets(places, slot, exists, head, values_strides, BLOCK_SIZE)
     along = d[None, :] * values_strides[3]
     tl.store(values + target[:, None] + along, v.to(element), mask=mask)
-    origin = prompt_attention + head.to(tl.int64) * prompt_attention_stride + token
+    origin = prompt_attention + tl.program_id(2).to(tl.int64) * layer_stride
+    origin += head.to(tl.int64) * head_stride + token
     tl.store(attention + in_state, tl.load(origin, mask=exists), mask=exists)
     tl.store(births + in_state, token, mask=exists)
 
@@ -92,7 +117,7 @@ def write_slots(
 )
 def gather_kernel(
     keys, keys_strides, values, values_strides, key_scales, value_scales,
-    state_strides, kept, source_blocks, staged, staged_scales, most,
+    state_strides, kept, source_blocks, staged, staged_scales, most, distances,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +125,7 @@ def gather_kernel(
 
         staged[head, i] = K | V of the token at kept[head, i], if >= 0; their scales
 
-    Grid `(tiles of tokens, num_kv_heads)`.
+    Grid `(tiles of tokens, num_kv_heads, num_layers)`.
     """
     head = tl.program_id(1)
     at, token, exists = kept_tile(kept, most, head, BLOCK_S)
@@ -108,18 +133,19 @@ def gather_kernel(
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     staged += at[:, None] * (2 * HEAD_SIZE) + d[None, :]
     k = read_vectors(
-        keys, keys_strides, source_blocks, token, exists, head,
-        HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        pages_of_layer(keys, distances, SOURCE), keys_strides, source_blocks,
+        token, exists, head, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     tl.store(staged, k, mask=mask)
     v = read_vectors(
-        values, values_strides, source_blocks, token, exists, head,
-        HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        pages_of_layer(values, distances, SOURCE), values_strides, source_blocks,
+        token, exists, head, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     tl.store(staged + HEAD_SIZE, v, mask=mask)
     if key_scales is not None:
         places = (source_blocks, None, None)
         source = page_offsets(places, token, exists, head, state_strides, BLOCK_SIZE)
+        source = of_layer(source, distances, STATE)
         staged_scales += 2 * at
         tl.store(staged_scales, tl.load(key_scales + source, mask=exists), mask=exists)
         scale = tl.load(value_scales + source, mask=exists)
@@ -132,14 +158,14 @@ def gather_kernel(
 def scatter_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, staged, staged_scales, kept, slots, most,
-    prompt_attention, prompt_attention_stride,
-    target_blocks, sizes, lists, placement,
+    prompt_attention, layer_stride, head_stride,
+    target_blocks, sizes, lists, placement, distances,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of a KV head's kept tokens, staged, into their slots.
 
-    Grid `(tiles of tokens, num_kv_heads)`.
+    Grid `(tiles of tokens, num_kv_heads, num_layers)`.
     """
     head = tl.program_id(1)
     at, token, exists = kept_tile(kept, most, head, BLOCK_S)
@@ -156,8 +182,9 @@ def scatter_kernel(
     write_slots(
         k, v, k_scale, v_scale, at, token, exists, head, slots,
         keys, keys_strides, values, values_strides, attention, births, state_strides,
-        key_scales, value_scales, prompt_attention, prompt_attention_stride,
-        target_blocks, sizes, lists, placement, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        key_scales, value_scales, prompt_attention, layer_stride, head_stride,
+        target_blocks, sizes, lists, placement, distances,
+        HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
 
 
@@ -170,30 +197,31 @@ def move_kernel(
     source_blocks,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, kept, slots, most,
-    prompt_attention, prompt_attention_stride,
-    target_blocks, sizes, lists, placement,
+    prompt_attention, layer_stride, head_stride,
+    target_blocks, sizes, lists, placement, distances,
     HEAD_SIZE: tl.constexpr, SOURCE_BLOCK_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of a KV head's kept tokens into their slots, out of other pages.
 
-    Grid `(tiles of tokens, num_kv_heads)`.
+    Grid `(tiles of tokens, num_kv_heads, num_layers)`.
     """
     head = tl.program_id(1)
     at, token, exists = kept_tile(kept, most, head, BLOCK_S)
     k = read_vectors(
-        source_keys, source_keys_strides, source_blocks, token, exists, head,
-        HEAD_SIZE, SOURCE_BLOCK_SIZE, BLOCK_D,
+        pages_of_layer(source_keys, distances, SOURCE), source_keys_strides,
+        source_blocks, token, exists, head, HEAD_SIZE, SOURCE_BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     v = read_vectors(
-        source_values, source_values_strides, source_blocks, token, exists, head,
-        HEAD_SIZE, SOURCE_BLOCK_SIZE, BLOCK_D,
+        pages_of_layer(source_values, distances, SOURCE), source_values_strides,
+        source_blocks, token, exists, head, HEAD_SIZE, SOURCE_BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
     write_slots(
         k, v, None, None, at, token, exists, head, slots,
         keys, keys_strides, values, values_strides, attention, births, state_strides,
-        key_scales, value_scales, prompt_attention, prompt_attention_stride,
-        target_blocks, sizes, lists, placement, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
+        key_scales, value_scales, prompt_attention, layer_stride, head_stride,
+        target_blocks, sizes, lists, placement, distances,
+        HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
 
 
@@ -205,61 +233,97 @@ def transition(
     config: H2OConfig,
 ) -> None:
     """See `Kernels.transition`."""
-    for layer in layers:
-        kept = select(layer.state, held.placement, first_query, config, layer.params)
-        copy_kept(layer, source_blocks, held.pages, held.placement, kept)
+    for batch in batches(layers):
+        attention, _ = stacked([layer.state["attention"] for layer in batch.layers])
+        in_place = source_blocks is held.pages
+        for part in batch.parts(_scratch_bytes(batch, held.placement, in_place)):
+            scores = attention[part.start : part.start + len(part.layers)]
+            kept = select(part, scores, held.placement, first_query, config)
+            copy_kept(part, scores, source_blocks, held.pages, held.placement, kept)
+
+
+def _scratch_bytes(batch: LayerBatch, placement: int, in_place: bool) -> int:
+    """Bytes that a layer needs beside its pages."""
+    num_kv_heads, num_tokens = batch.first.state["attention"].shape
+    most = min(num_tokens, batch.largest_of(placement))
+    keys = batch.first.pages.keys
+    vectors = 2 * keys.shape[2] * keys.element_size() if in_place else 0
+    return layer_bytes(num_kv_heads, num_tokens, most, vectors)
+
+
+def layer_bytes(num_kv_heads: int, num_tokens: int, most: int, vectors: int) -> int:
+    """Bytes of scratch that a layer's transition takes, beside its scores.
+
+    Args:
+        num_kv_heads: Of the layer.
+        num_tokens: That compete.
+        most: That a head keeps at most.
+        vectors: Bytes of a token's key and value, where they go through a copy; else 0.
+    """
+    image, position_and_slot = 4, 16
+    return num_kv_heads * (num_tokens * image + most * (vectors + position_and_slot))
 
 
 def copy_kept(
-    layer: ScoredLayer,
+    batch: LayerBatch,
+    attention: torch.Tensor,
     source_blocks: torch.Tensor,
     target_blocks: torch.Tensor,
     placement: int,
     kept: Kept,
 ) -> None:
-    """See `vllm_h2o.attention.ops.reference.copy_kept`.
+    """See `vllm_h2o.attention.ops.reference.copy_kept`, of all layers of a batch.
 
     Where a request is rearranged in place the slots of one program are the sources of
     another: then through a copy of the kept tokens, 2 * head_size elements each.
+
+    Args:
+        batch: The layers.
+        attention: `[num_layers, num_kv_heads, num_tokens]` that tokens have got.
+        source_blocks: As there, as are the next two.
+        target_blocks: See there.
+        placement: See there.
+        kept: `[num_layers, num_kv_heads, most]`, see `select`.
     """
-    pages, params = layer.pages, layer.params
-    num_kv_heads, most = kept.positions.shape
+    layer = batch.first
+    pages, params, source = layer.pages, layer.params, layer.source
+    num_layers, num_kv_heads, most = kept.positions.shape
     head_size = pages.keys.shape[2]
     tile = copied_tokens(head_size)
-    attention = layer.state["attention"]
-    assert attention.stride(1) == 1 and attention.dtype == torch.float32
+    assert attention.stride(2) == 1 and attention.dtype == torch.float32
     assert kept.positions.is_contiguous() and kept.slots.is_contiguous()
     assert source_blocks.is_contiguous() and target_blocks.is_contiguous()
     shared = {
-        "kept": kept.positions, "most": most,
+        "kept": kept.positions, "most": most, "distances": batch.distances,
         "HEAD_SIZE": head_size,
         "BLOCK_S": tile, "BLOCK_D": triton.next_power_of_2(head_size),
         "num_warps": 4,
     }  # fmt: skip
     into = {
         **page_arguments(pages), "slots": kept.slots, "BLOCK_SIZE": pages.block_size,
-        "prompt_attention": attention, "prompt_attention_stride": attention.stride(0),
+        "prompt_attention": attention, "layer_stride": attention.stride(0),
+        "head_stride": attention.stride(1),
         "target_blocks": target_blocks, "placement": placement,
         **table_arguments(params.device_tables),
     }  # fmt: skip
-    grid = (triton.cdiv(most, tile), num_kv_heads)
+    grid = (triton.cdiv(most, tile), num_kv_heads, num_layers)
     if source_blocks is not target_blocks:
-        source = vector_arguments(layer.source)
-        del source["key_scales"], source["value_scales"]
-        assert not layer.source.quantized, "dense pages have vLLM's type"
+        vectors = vector_arguments(source)
+        del vectors["key_scales"], vectors["value_scales"]
+        assert not source.quantized, "dense pages have vLLM's type"
         move_kernel[grid](
-            **{f"source_{name}": part for name, part in source.items()},
-            source_blocks=source_blocks, SOURCE_BLOCK_SIZE=layer.source.block_size,
+            **{f"source_{name}": part for name, part in vectors.items()},
+            source_blocks=source_blocks, SOURCE_BLOCK_SIZE=source.block_size,
             **into, **shared,
         )  # fmt: skip
         return
-    staged = layer.source.keys.new_empty(num_kv_heads, most, 2 * head_size)
+    staged = source.keys.new_empty(*kept.positions.shape, 2 * head_size)
     scales = None
-    if layer.source.quantized:
-        scales = pages.attention.new_empty(num_kv_heads, most, NUM_SCALES)
+    if source.quantized:
+        scales = pages.attention.new_empty(*kept.positions.shape, NUM_SCALES)
     shared |= {"staged": staged, "staged_scales": scales}
     gather_kernel[grid](
-        **vector_arguments(layer.source), state_strides=pages.attention.stride(),
-        source_blocks=source_blocks, BLOCK_SIZE=layer.source.block_size, **shared,
+        **vector_arguments(source), state_strides=pages.attention.stride(),
+        source_blocks=source_blocks, BLOCK_SIZE=source.block_size, **shared,
     )  # fmt: skip
     scatter_kernel[grid](**into, **shared)
