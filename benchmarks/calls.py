@@ -98,7 +98,11 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
             archive.extractall(Path(folder) / "unpacked")
         leaderboard = Leaderboard(Path(folder) / "unpacked")
         tasks = [
-            list(steps(leaderboard, task, llm.get_tokenizer()))
+            [
+                step
+                for step in steps(leaderboard, task, llm.get_tokenizer())
+                if len(step.prompt) + job["max_tokens"] <= job["max_model_len"]
+            ]
             for task in leaderboard.tasks(job["tasks"])
         ]
     results = []
@@ -161,7 +165,7 @@ def call_of(solution: str, names: dict[str, list[str]]) -> tuple[str, dict[str, 
     for keyword in call.keywords:
         assert keyword.arg is not None
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return call.func.id, arguments
+    return call.func.id, json.loads(json.dumps(arguments))  # lists, no tuples
 
 
 def _make_calls(

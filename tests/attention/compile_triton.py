@@ -214,6 +214,8 @@ def launch_prompts():
             num_tokens - num_queries,
         )
         observe(query, pages, table, start, state, params)
+        # What a gate writes lies behind another layer's, so that it begins anywhere.
+        state = {"attention": torch.zeros(2, 3, num_tokens)[1]}
         placement = BY_HEAD if num_tokens > layout.budget else UNIFORM
         layer, held = ScoredLayer(pages, state, params), Held(table, placement)
         for source in (table, table.clone()[first % 2 :]):

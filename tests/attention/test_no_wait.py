@@ -279,6 +279,22 @@ def test_transition(engine, layers, launched, gate):
     assert launched == expected and not prompt.layers
 
 
+def test_a_prompt_whose_layers_have_not_all_run_is_no_prompt(engine, layers, launched):
+    """Its request would go on with pages that nobody has written."""
+    builder, _ = engine
+    metadata, _ = build(builder, PROMPT, guard=no_waiting)
+    (prompt,) = metadata.prompts
+    gate = LayerGate(torch.empty(3, 2 * 64 + 4, device=DEVICE), None, 3)
+    config = replace(layers[0].impl.h2o, prompt_score="gate", head_budgets="auto")
+    query = tokens(prompt.tokens.stop, 9)[prompt.tokens]
+    bound = with_params(layers[0], config, gate=gate)
+    prompt.attend("layer 0", bound, query, torch.empty_like(query))
+    with pytest.raises(AssertionError, match="a layer has not run"):
+        prompt.transitions.run()
+    prompt.transitions.clear()
+    assert not launched
+
+
 def test_reading_on(engine, layers, launched):
     """The last step of a later chunk, and its compression."""
     builder, _ = engine

@@ -1,5 +1,7 @@
 """Budgets by head in Triton against the torch reference, borrowed pages and all."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -168,6 +170,26 @@ def test_layers_share_launches(monkeypatch, dtype, num_tokens, scratch):
     for before, expected, actual in zip(pages, *results, strict=True):
         assert torch.equal(actual, expected)
         assert not torch.equal(actual, content(before))
+
+
+def test_distances_are_of_the_type_that_is_read():
+    """Also where dense pages begin with the int8 ones, as many elements apart."""
+    pages, _ = make_layers(torch.int8, 64, 16, 1)
+    quantized, dense = [], []
+    for i, mine in enumerate(pages):
+        storage, shape = mine.keys.untyped_storage(), (1, *mine.keys.shape[1:])
+        keys = torch.empty(0, dtype=torch.float16)
+        keys.set_(storage, 0, shape, mine.keys.stride())
+        assert keys.data_ptr() == mine.keys.data_ptr()
+        own = replace(mine, keys=keys, values=keys.transpose(2, 3))
+        params = params_of(pages, i, 16)
+        quantized.append(ScoredLayer(mine, {}, params))
+        dense.append(ScoredLayer(mine, {}, params, own))
+    first, *others = (mine.keys.data_ptr() for mine in pages)
+    for layers, item in ((dense, 2), (quantized, 1)):
+        (batch,) = batching.batches(layers)
+        found = batch.distances[:, batching.SOURCE.value].tolist()
+        assert found == [0, *((other - first) // item for other in others)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

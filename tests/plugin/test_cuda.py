@@ -318,9 +318,8 @@ def test_memory_for_transitions_is_reserved(config, on_cuda):
     config.model_config.max_model_len = 2048
     specs = {"layer": spec_of(config), "other": object()}
     spec = specs["layer"]
-    token = 2 * 64 * spec.dtype.itemsize + 16
-    one = max(4 * 2048 + 16 * spec.largest_budget, (token + 4) * spec.largest_budget)
-    one = 3 * (4 * 2048 + one)
+    token = 2 * 64 * spec.dtype.itemsize + 4 + 4 + 16 + 4
+    one = max(8 * 2048 + 16 * spec.largest_budget, token * spec.largest_budget) * 3
     assert gpu_worker.transition_bytes(config, specs) == one
     specs |= {str(i): spec for i in range(9)}
     assert gpu_worker.transition_bytes(config, specs) == 10 * one

@@ -37,6 +37,7 @@ class Transitions:
         """Begin without requests."""
         self.seconds: list[float] = []
         self._due: dict[str, list[Callable[[], None]]] = {}
+        self._begun: list[PromptRow] = []
         self._partial: dict[str, PartialStates] = {}
 
     def partial_states(self, request_id: str) -> PartialStates:
@@ -64,6 +65,8 @@ class Transitions:
         at_once = config.gated and row.chunk is None
         if not at_once or len(row.layers) == row.num_layers:
             row.compress(config)
+        elif len(row.layers) == 1:
+            self._begun.append(row)
 
     def run(self) -> None:
         """Run what the last step put off.
@@ -71,6 +74,8 @@ class Transitions:
         Freed blocks may have new owners, but these write only in the step that begins
         now.
         """
+        assert not any(row.layers for row in self._begun), "a layer has not run"
+        self._begun.clear()
         if not self._due:
             return  # most steps; inference mode takes longer than all else here
         with torch.inference_mode():
@@ -88,6 +93,7 @@ class Transitions:
     def clear(self) -> None:
         """Forget all requests: the KV cache goes."""
         self._due.clear()
+        self._begun.clear()
         self._partial.clear()
 
 
@@ -236,6 +242,7 @@ class PromptRow:
         if config.gated and not keys.is_cpu:
             floats = keys.shape[1] * self.plan.chunk_end
             count = max(1, SCRATCH_BYTES // (4 * floats))
+            count = 2 ** (count.bit_length() - 1)  # few batches are ever made
         for first in range(0, len(self.layers), count):
             yield self.layers[first : first + count]
 

@@ -246,7 +246,10 @@ def reading_bytes(
 
 
 def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
-    """Bytes of compressing the longest prompt: its scores, and scratch of its layers.
+    """Bytes of compressing the longest prompt, or of heads that part, all layers.
+
+    States of all layers where heads part, scores of those that a gate compresses at
+    once; and scratch.
 
     Args:
         vllm_config: The engine's.
@@ -260,11 +263,16 @@ def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
     for spec in ours:
         heads, held = spec.num_kv_heads, min(spec.largest_budget, longest)
         vectors = 2 * spec.head_size * spec.dtype.itemsize
-        prompt = layer_bytes(heads, longest, held, 0)
-        in_place = layer_bytes(heads, held, held, vectors)
-        parts = 4 * heads * longest, max(prompt, in_place)
-        taken = sum(min(len(ours) * x, max(x, SCRATCH_BYTES)) for x in parts)
-        num_bytes = max(num_bytes, taken)
+        scores, scratch, of_switch = (
+            min(len(ours) * x, max(x, SCRATCH_BYTES))
+            for x in (
+                4 * heads * longest,
+                layer_bytes(heads, longest, held, 0),
+                layer_bytes(heads, held, held, vectors),
+            )
+        )
+        switch = len(ours) * 4 * heads * held + of_switch
+        num_bytes = max(num_bytes, scores + scratch, switch)
     return num_bytes
 
 

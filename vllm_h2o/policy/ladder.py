@@ -175,7 +175,8 @@ class Climb:
         grown_at: Tokens that the request had when it came to this step; 0: it has begun
             with it.
         grown_before: The same of the step before; 0: it had begun with that.
-        is_fixed: Whether the request has asked for this budget, in tokens.
+        is_fixed: Whether the request has asked for this budget: in tokens, or as a
+            share of its own where the engine's has one budget.
         length_class: Index of the length that the budget is split over heads for, if it
             is a number: see `lengths_of`.
     """

@@ -36,7 +36,7 @@ class RowPlan(NamedTuple):
             computes the next one; 0: it never has.
         grown_from: The budget that it then had.
         grown_before: Tokens of the sequence when that had grown; 0: it had not.
-        is_fixed: Whether the request has asked for this budget, in tokens; else it
+        is_fixed: Whether the request has asked for this budget, see `Climb`; else it
             is on the engine's ladder.
         length_class: See `Climb`.
         chunk_start: Tokens of the sequence when it was last compressed, where its

@@ -92,8 +92,7 @@ class RequestLimits:
     @property
     def has_several(self) -> bool:
         """Whether the budgets of two requests can differ."""
-        differ = not self.rounds or len(self.ladder.budgets) > 1
-        return not self.why_one_budget and differ
+        return not self.why_one_budget
 
     @property
     def are_known(self) -> bool:

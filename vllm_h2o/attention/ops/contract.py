@@ -96,9 +96,9 @@ class Kernels(Protocol):
     ) -> None:
         """Select what each KV head of each layer keeps, and copy it into its slots.
 
-        The two halves are `reference.select` and `reference.copy_kept`, layer by layer.
-        Sources may be overwritten: all of a head is read before anything of it is
-        written.
+        The two halves are `reference.select` and `reference.copy_kept`, in any order of
+        the layers. Sources may be overwritten: all of a head is read before anything of
+        it is written.
 
         Args:
             layers: The layers, each with what the request's tokens have got in it.

@@ -299,6 +299,8 @@ class LayerParams:
 class Kept:
     """The tokens of a request that each KV head keeps, and where.
 
+    Of several layers both have one dimension more, in front.
+
     Attributes:
         positions: `[num_kv_heads, most]` int64, contiguous, -1 past a head's own;
             `most` is what the head with the most keeps, or more.

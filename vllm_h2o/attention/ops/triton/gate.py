@@ -50,7 +50,7 @@ def load_weights(weights, first, step, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit(
     do_not_specialize=["num_tokens", "first_query", "layer_stride", "head_stride"],
-    do_not_specialize_on_alignment=["blocks"],
+    do_not_specialize_on_alignment=["blocks", "attention"],
 )
 def gate_kernel(
     keys, keys_strides, values, values_strides, blocks, angles, weights, attention,

@@ -50,20 +50,18 @@ class LayerBatch:
         first: The layer that the distances are from.
         layers: The layers.
         distances: `[num_layers, NUM_DISTANCES]` int64, on their device.
-        start: Index of the first of the layers in what this is a part of.
     """
 
     first: ScoredLayer
     layers: list[ScoredLayer]
     distances: torch.Tensor
-    start: int = 0
 
     def parts(self, layer_bytes: int) -> Iterator[LayerBatch]:
         """So few at a time that they need little memory, `layer_bytes` each."""
         count = max(1, SCRATCH_BYTES // layer_bytes)
         for start in range(0, len(self.layers), count):
             some = slice(start, start + count)
-            yield LayerBatch(self.first, self.layers[some], self.distances[some], start)
+            yield LayerBatch(self.first, self.layers[some], self.distances[some])
 
     def largest_of(self, placement: int) -> int:
         """Slots of the KV head with the largest budget, of all layers."""
@@ -80,7 +78,7 @@ _made: weakref.WeakKeyDictionary[LayerParams, dict[Any, _Made]] = (
 def batches(layers: Sequence[ScoredLayer]) -> Iterator[LayerBatch]:
     """Layers in as few batches as there are kinds of them.
 
-    Distances are copied to the device once, so that no step waits for them.
+    Distances are copied to the device once, and no step waits for the copy.
     """
     made = _made.setdefault(layers[0].params, {})
     key = tuple(_place_of(layer) for layer in layers)
@@ -123,6 +121,7 @@ def _place_of(layer: ScoredLayer) -> tuple[Any, ...]:
         pages.births.data_ptr(),
         pages.keys.dtype,
         source.keys.data_ptr(),
+        source.keys.dtype,
         source.keys.stride(0),
     )
 
@@ -133,8 +132,14 @@ def _kind_of(layer: ScoredLayer) -> tuple[Any, ...]:
     gate = params.gate
     rotation = gate.rotation if gate else None
     angles = rotation.angles if rotation else None
+    # Layers of a kind are multiples of 16 elements apart, see `pages_of_layer`.
     vectors = (
-        (each.keys.dtype, each.keys.stride(), each.values.stride())
+        (
+            each.keys.dtype,
+            each.keys.stride(),
+            each.values.stride(),
+            each.keys.data_ptr() % (16 * each.keys.element_size()),
+        )
         for each in (layer.pages, layer.source)
     )
     return (
@@ -156,7 +161,6 @@ def _distances(layers: list[ScoredLayer]) -> torch.Tensor:
         for (address, item), (start, _) in zip(_addresses(layer), first, strict=True):
             assert (address - start) % item == 0, "tensors of layers start anywhere"
             row.append((address - start) // item)
-        assert row[KV.value] % 16 == row[SOURCE.value] % 16 == 0
         assert _within(layer.pages) == _within(layers[0].pages)
         rows.append(row)
     device = layers[0].pages.keys.device

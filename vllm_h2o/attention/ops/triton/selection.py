@@ -65,7 +65,7 @@ def image_of(score):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["attention"])
 def image_kernel(
     attention, layer_stride, head_stride, images, images_stride, sizes, distances,
     num_tokens, placement, average, first_query,

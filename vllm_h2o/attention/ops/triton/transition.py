@@ -153,7 +153,8 @@ def gather_kernel(
 
 
 @triton.jit(
-    do_not_specialize=_VARYING, do_not_specialize_on_alignment=["target_blocks"]
+    do_not_specialize=_VARYING,
+    do_not_specialize_on_alignment=["target_blocks", "prompt_attention"],
 )
 def scatter_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
@@ -190,7 +191,11 @@ def scatter_kernel(
 
 @triton.jit(
     do_not_specialize=_VARYING,
-    do_not_specialize_on_alignment=["source_blocks", "target_blocks"],
+    do_not_specialize_on_alignment=[
+        "source_blocks",
+        "target_blocks",
+        "prompt_attention",
+    ],
 )
 def move_kernel(
     source_keys, source_keys_strides, source_values, source_values_strides,
@@ -234,10 +239,9 @@ def transition(
 ) -> None:
     """See `Kernels.transition`."""
     for batch in batches(layers):
-        attention, _ = stacked([layer.state["attention"] for layer in batch.layers])
         in_place = source_blocks is held.pages
         for part in batch.parts(_scratch_bytes(batch, held.placement, in_place)):
-            scores = attention[part.start : part.start + len(part.layers)]
+            scores, _ = stacked([layer.state["attention"] for layer in part.layers])
             kept = select(part, scores, held.placement, first_query, config)
             copy_kept(part, scores, source_blocks, held.pages, held.placement, kept)
 
@@ -252,16 +256,18 @@ def _scratch_bytes(batch: LayerBatch, placement: int, in_place: bool) -> int:
 
 
 def layer_bytes(num_kv_heads: int, num_tokens: int, most: int, vectors: int) -> int:
-    """Bytes of scratch that a layer's transition takes, beside its scores.
+    """Bytes of scratch that a layer's transition takes, beside its state.
 
     Args:
         num_kv_heads: Of the layer.
         num_tokens: That compete.
         most: That a head keeps at most.
-        vectors: Bytes of a token's key and value, where they go through a copy; else 0.
+        vectors: Bytes of a token's key and value, where they go through a copy, as the
+            attention then does; else 0.
     """
-    image, position_and_slot = 4, 16
-    return num_kv_heads * (num_tokens * image + most * (vectors + position_and_slot))
+    image, position_and_slot, attention = 4, 16, 4
+    copied = vectors + attention if vectors else 0
+    return num_kv_heads * (num_tokens * image + most * (copied + position_and_slot))
 
 
 def copy_kept(
@@ -275,7 +281,9 @@ def copy_kept(
     """See `vllm_h2o.attention.ops.reference.copy_kept`, of all layers of a batch.
 
     Where a request is rearranged in place the slots of one program are the sources of
-    another: then through a copy of the kept tokens, 2 * head_size elements each.
+    another: then through a copy of the kept tokens, 2 * head_size elements each. No
+    layer's slots are another's sources: heads part out of pages of their own, and those
+    that borrow pages keep all where it is.
 
     Args:
         batch: The layers.
