@@ -18,12 +18,14 @@ asks for or in a block of JSON, and numbers that tools could not bear are refuse
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import re
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     CONTINUE: {"continue": True},
 }
 """What requests ask of H2O, by way."""
-PACKAGE, _CATEGORY = "bfcl-eval==2026.3.23", "multi_turn_base"
+_PACKAGE, _CATEGORY = "bfcl-eval==2026.3.23", "multi_turn_base"
 _EVALUATION = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|```json(.*?)```", re.DOTALL)
 """As the chat template asks for it, and as Qwen2.5-Coder writes it all the same."""
@@ -50,6 +52,16 @@ _TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"
 
 class Leaderboard:
     """Tasks, tools and the checker of an unpacked package."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def fetched(cls) -> Iterator[Leaderboard]:
+        """The leaderboard out of its package, which goes with the context."""
+        with tempfile.TemporaryDirectory() as folder:
+            unpacked = Path(folder) / "unpacked"
+            with zipfile.ZipFile(download(_PACKAGE, Path(folder))) as archive:
+                archive.extractall(unpacked)
+            yield cls(unpacked)
 
     def __init__(self, folder: Path) -> None:
         """Import its tools and checker, which need nothing that is not here.
@@ -333,10 +345,7 @@ def work(job: dict[str, Any]) -> list[dict[str, Any]]:
         max_tokens=job["max_tokens"],
         extra_args={"h2o": WAYS[way] | {"report": True}},
     )
-    with tempfile.TemporaryDirectory() as folder:
-        with zipfile.ZipFile(download(PACKAGE, Path(folder))) as archive:
-            archive.extractall(Path(folder) / "unpacked")
-        leaderboard = Leaderboard(Path(folder) / "unpacked")
+    with Leaderboard.fetched() as leaderboard:
         agents = {
             task["id"]: _agent(leaderboard, task, way, tokenizer)
             for task in leaderboard.tasks(job["tasks"])

@@ -3,10 +3,11 @@
     python -m benchmarks.calls --model FOLDER --tasks 16 --output FILE
 
 The tasks are those of `benchmarks.agents`. Before each call stand the leaderboard's own
-calls and what tools answered to them, and it is begun: so a model too small to complete
-tasks still makes calls, and one mistake is counted once. Greedy, by one engine, in
-several ways: `full`, all tokens kept; `again`, each call reads all that came before and
-compresses it; `continue`, each goes on from what the call before it has held.
+calls and what tools answered to them, and the call is begun: so a model too small to
+complete tasks still makes calls, and one mistake is counted once. Greedy, by one
+engine, in several ways: `full`, all tokens kept; `again`, each call reads all that came
+before and compresses it; `continue`, each goes on from what the call before it has
+held.
 
 Counted: calls that are the solution's, in function and arguments; those whose function
 is; and those that are the full cache's.
@@ -17,17 +18,14 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.agents import PACKAGE, Leaderboard, calls_of
+from benchmarks.agents import Leaderboard, calls_of
 from benchmarks.answers import MIN_BUDGET
 from benchmarks.cells import ENGINE_ARGS
 from benchmarks.machine import engine_env
-from benchmarks.packages import download
 from benchmarks.process import run_in_process
 from benchmarks.recall import AGAIN, CONTINUE, FULL
 from benchmarks.report import write_json
@@ -93,10 +91,7 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
         max_model_len=job["max_model_len"],
         **options,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        with zipfile.ZipFile(download(PACKAGE, Path(folder))) as archive:
-            archive.extractall(Path(folder) / "unpacked")
-        leaderboard = Leaderboard(Path(folder) / "unpacked")
+    with Leaderboard.fetched() as leaderboard:
         tasks = [
             [
                 step
@@ -212,15 +207,15 @@ def _judged(step: Step, output: Any) -> dict[str, Any]:
     answer, report = output.outputs[0], output.kv_transfer_params["h2o"]
     text = _BEGUN + answer.text.removesuffix(_END) + _END
     name, arguments = (calls_of(text) or [("", {})])[0]
-    right = name == step.name
+    function_right = name == step.name
     return {
         "task": step.task,
         "number": step.number,
         "turn": step.turn,
         "tokens": len(step.prompt),
         "tokens_continued": report.get("tokens_continued", 0),
-        "function_right": right,
-        "right": right and arguments == step.arguments,
+        "function_right": function_right,
+        "right": function_right and arguments == step.arguments,
         "name": name,
         "arguments": arguments,
     }

@@ -186,7 +186,7 @@ def test_decode(engine, layers, launched, padding):
         rows["small"] = RowPlan(149, 1, 33, 0, 32)
         rows["grows"] = RowPlan(150, 1, 33, 0, 64, 150, 32)
         rows["grown"] = RowPlan(170, 1, 33, 0, 64, 150, 32)
-        growth = ["ring_kernel", "ring_kernel"] * len(layers)
+        growth = ["ring_kernel", "ring_kernel"]
     metadata, _ = build(builder, rows, padding, guard=no_waiting)
     with no_waiting():
         forward(layers, metadata, len(rows) + padding)
@@ -279,7 +279,7 @@ def test_transition(engine, layers, launched, gate):
     assert launched == expected and not prompt.layers
 
 
-def test_a_prompt_whose_layers_have_not_all_run_is_no_prompt(engine, layers, launched):
+def test_a_layer_that_has_not_run_is_told(engine, layers, launched):
     """Its request would go on with pages that nobody has written."""
     builder, _ = engine
     metadata, _ = build(builder, PROMPT, guard=no_waiting)

@@ -2,14 +2,12 @@
 
 import ast
 import json
-import zipfile
 from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 from benchmarks import agents
-from benchmarks.packages import download
 from benchmarks.smollm2 import ensure_model
 
 
@@ -44,11 +42,14 @@ def output(text, reason="stop"):
     return SimpleNamespace(outputs=[answer], kv_transfer_params=report)
 
 
+@pytest.fixture
+def leaderboard():
+    with agents.Leaderboard.fetched() as fetched:
+        yield fetched
+
+
 @pytest.mark.slow  # fetches the leaderboard
-def test_its_own_solutions_complete_its_tasks(tmp_path):
-    with zipfile.ZipFile(download(agents.PACKAGE, tmp_path)) as archive:
-        archive.extractall(tmp_path / "unpacked")
-    leaderboard = agents.Leaderboard(tmp_path / "unpacked")
+def test_its_own_solutions_complete_its_tasks(leaderboard):
     tokenizer = AutoTokenizer.from_pretrained(ensure_model())
     job, completed = {"steps": 20, "max_tokens": 8, "max_model_len": 2**20}, 0
     for task in leaderboard.tasks(20):

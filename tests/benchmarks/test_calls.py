@@ -1,13 +1,11 @@
 """Calls of agents, one at a time: what stands before each, and what counts as right."""
 
-import zipfile
 from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 from benchmarks import agents, calls
-from benchmarks.packages import download
 from benchmarks.smollm2 import ensure_model
 
 
@@ -46,13 +44,12 @@ def test_a_call_is_right_in_function_and_arguments(text, function, right):
 
 
 @pytest.mark.slow  # fetches the leaderboard
-def test_each_prompt_begins_with_the_one_before(tmp_path):
-    with zipfile.ZipFile(download(agents.PACKAGE, tmp_path)) as archive:
-        archive.extractall(tmp_path / "unpacked")
-    leaderboard = agents.Leaderboard(tmp_path / "unpacked")
+def test_each_prompt_begins_with_the_one_before():
     tokenizer = AutoTokenizer.from_pretrained(ensure_model())
-    for task in leaderboard.tasks(5):
-        steps = list(calls.steps(leaderboard, task, tokenizer))
+    with agents.Leaderboard.fetched() as leaderboard:
+        tasks = leaderboard.tasks(5)
+        answers = [list(calls.steps(leaderboard, task, tokenizer)) for task in tasks]
+    for task, steps in zip(tasks, answers, strict=True):
         assert len(steps) == sum(map(len, task["ground_truth"]))
         for before, step in zip(steps, steps[1:], strict=False):
             count = len(before.prompt)

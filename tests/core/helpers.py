@@ -327,9 +327,9 @@ class Driver:
     def climbs(self, request: Request) -> bool:
         """Whether its budget follows it."""
         asked = wishes_of(request).get("budget")
-        one = len(self.ladder.budgets) == 1
-        is_own = isinstance(asked, int) or (one and asked is not None)
-        return self.is_share and not is_own
+        shares_grow = len(self.ladder.budgets) > 1
+        is_fixed = isinstance(asked, int) or (asked is not None and not shares_grow)
+        return self.is_share and not is_fixed
 
     @property
     def is_share(self) -> bool:

@@ -249,7 +249,7 @@ def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
     """Bytes of compressing the longest prompt, or of heads that part, all layers.
 
     States of all layers where heads part, scores of those that a gate compresses at
-    once; and scratch.
+    once; and scratch, of which rings that are put in order take no more.
 
     Args:
         vllm_config: The engine's.

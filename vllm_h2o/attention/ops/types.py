@@ -73,8 +73,8 @@ class ResidentRows:
 
 
 SCRATCH_BYTES = 64 << 20
-"""Of what the layers that a GPU compresses at once need beside their pages, and as many
-of their scores; one layer may need more."""
+"""Of scratch, at most, for the layers that a GPU compresses at once, and as many for
+their scores; a single layer may need more."""
 RING, NOTHING = -1, -2
 """In place of a slot in `DraftLog.losers`, see there."""
 

@@ -14,6 +14,15 @@ from vllm_h2o.attention.ops.triton.launch import (
     page_arguments,
     table_arguments,
 )
+from vllm_h2o.attention.ops.triton.layers import (
+    SIZES,
+    STATE,
+    LayerBatch,
+    batches,
+    lists_of_layer,
+    of_layer,
+    pages_and_state_of_layer,
+)
 from vllm_h2o.attention.ops.triton.slots import (
     page_offsets,
     place_after,
@@ -32,7 +41,7 @@ VARYING = ["placement", "num_tokens", "grown_at", "most"]
 def ring_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, staged, staged_attention, staged_births, staged_scales,
-    blocks, sizes, lists,
+    blocks, sizes, lists, distances,
     placement, num_tokens, grown_at, most,
     BACK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr,
@@ -44,14 +53,23 @@ def ring_kernel(
         token in slot heavy + i = staged[head, i]                    for BACK
 
     of a ring of R slots that is full; others are in order. Grid `(tiles of slots,
-    num_kv_heads)`.
+    num_kv_heads, num_layers)`.
 
     Reference: order_rings of ops/reference.py.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
-    entry = placement * tl.num_programs(1) + head
+    tile, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    keys, values, attention, births = pages_and_state_of_layer(
+        keys, values, attention, births, distances
+    )
+    if key_scales is not None:
+        key_scales = of_layer(key_scales, distances, STATE)
+        value_scales = of_layer(value_scales, distances, STATE)
+    if lists is not None:
+        lists = lists_of_layer(lists, distances)
+    entry, place = placement * tl.num_programs(1) + head, num_tokens
+    if sizes is not None:
+        sizes = of_layer(sizes, distances, SIZES)
     heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
-    place = num_tokens
     if sizes is not None:
         place = place_after(num_tokens, sizes, entry, grown_at)
     i = tile * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -60,7 +78,7 @@ def ring_kernel(
     if not BACK:
         oldest = slot_of(place, heavy, budget) - heavy
         slot = heavy + (oldest + i) % (budget - heavy)
-    at = head.to(tl.int64) * most + i
+    at = (layer.to(tl.int64) * tl.num_programs(1) + head) * most + i
     copy_slots(
         keys, keys_strides, values, values_strides, attention, births, state_strides,
         key_scales, value_scales, staged, staged_attention, staged_births,
@@ -121,7 +139,7 @@ def copy_scales(staged, in_pages, exists, BACK: tl.constexpr):
         tl.store(staged, tl.load(in_pages, mask=exists), mask=exists)
 
 
-def staged_slots(pages: Pages, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+def staged_slots(pages: Pages, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Room for what `copy_slots` copies, of so many slots of each KV head."""
     return {
         "staged": pages.keys.new_empty(*shape, 2 * pages.keys.shape[2]),
@@ -132,26 +150,31 @@ def staged_slots(pages: Pages, shape: tuple[int, int]) -> dict[str, torch.Tensor
 
 
 def order_rings(layers: Sequence[ScoredLayer], held: Held) -> None:
-    """See `Kernels.order_rings`; through a copy of the rings of one layer."""
-    blocks, placement = held.pages, held.placement
-    assert blocks.is_contiguous()
-    for layer in layers:
-        pages, params, layout = layer.pages, layer.params, layer.params.layout
-        num_kv_heads, head_size = pages.keys.shape[1:3]
-        most = params.largest_of(placement, num_kv_heads)
-        tile = copied_tokens(head_size)
-        state = (num_kv_heads, most)
-        shared = {
-            **page_arguments(pages),
-            **staged_slots(pages, state),
-            **table_arguments(params.device_tables),
-            "blocks": blocks, "placement": placement,
-            "num_tokens": held.num_tokens, "grown_at": held.grown_at, "most": most,
-            "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
-            "HEAVY": layout.heavy_slots, "BUDGET": layout.budget,
-            "BLOCK_S": tile, "BLOCK_D": triton.next_power_of_2(head_size),
-            "num_warps": 4,
-        }  # fmt: skip
-        grid = (triton.cdiv(most, tile), num_kv_heads)
-        for back in (False, True):
-            ring_kernel[grid](BACK=back, **shared)
+    """See `Kernels.order_rings`; through a copy of the rings."""
+    assert held.pages.is_contiguous()
+    for batch in batches(layers):
+        keys, most = batch.first.pages.keys, batch.largest_of(held.placement)
+        of_slot = 2 * keys.shape[2] * keys.element_size() + 4 * (2 + NUM_SCALES)
+        for part in batch.parts(keys.shape[1] * most * of_slot):
+            _order(part, held, most)
+
+
+def _order(batch: LayerBatch, held: Held, most: int) -> None:
+    pages, params = batch.first.pages, batch.first.params
+    num_kv_heads, head_size = pages.keys.shape[1:3]
+    tile, layout = copied_tokens(head_size), params.layout
+    heads = num_kv_heads, len(batch.layers)
+    shared = {
+        **page_arguments(pages),
+        **staged_slots(pages, (*reversed(heads), most)),
+        **table_arguments(params.device_tables),
+        "blocks": held.pages, "distances": batch.distances,
+        "placement": held.placement, "num_tokens": held.num_tokens,
+        "grown_at": held.grown_at, "most": most,
+        "HEAD_SIZE": head_size, "BLOCK_SIZE": layout.block_size,
+        "HEAVY": layout.heavy_slots, "BUDGET": layout.budget,
+        "BLOCK_S": tile, "BLOCK_D": triton.next_power_of_2(head_size),
+        "num_warps": 4,
+    }  # fmt: skip
+    for back in (False, True):
+        ring_kernel[(triton.cdiv(most, tile), *heads)](BACK=back, **shared)

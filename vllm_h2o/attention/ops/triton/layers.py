@@ -42,6 +42,27 @@ def pages_of_layer(first, distances, WHICH: tl.constexpr):
     return first + distance // 16 * 16
 
 
+@triton.jit
+def lists_of_layer(first, distances):
+    """The same of `PageLists`."""
+    return (
+        of_layer(first[0], distances, COLUMNS),
+        of_layer(first[1], distances, KV_OFFSETS),
+        of_layer(first[2], distances, STATE_OFFSETS),
+    )
+
+
+@triton.jit
+def pages_and_state_of_layer(keys, values, attention, births, distances):
+    """The same of resident pages."""
+    return (
+        pages_of_layer(keys, distances, KV),
+        pages_of_layer(values, distances, KV),
+        of_layer(attention, distances, STATE),
+        of_layer(births, distances, STATE),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class LayerBatch:
     """Layers that differ in where their tensors are.
@@ -73,6 +94,7 @@ _Made = list[tuple[list[int], torch.Tensor]]
 _made: weakref.WeakKeyDictionary[LayerParams, dict[Any, _Made]] = (
     weakref.WeakKeyDictionary()
 )
+"""By the first layer's constants, with which they go, and `_place_of` of all layers."""
 
 
 def batches(layers: Sequence[ScoredLayer]) -> Iterator[LayerBatch]:
@@ -113,7 +135,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
 
 
 def _place_of(layer: ScoredLayer) -> tuple[Any, ...]:
-    """Another for each place in memory that a layer with these constants can have."""
+    """A layer's constants and where its pages are: what its distances depend on."""
     pages, source = layer.pages, layer.source
     return (
         id(layer.params),
@@ -127,7 +149,7 @@ def _place_of(layer: ScoredLayer) -> tuple[Any, ...]:
 
 
 def _kind_of(layer: ScoredLayer) -> tuple[Any, ...]:
-    """What keeps layers in launches of their own."""
+    """What layers have to have in common to share launches."""
     params, tables = layer.params, layer.params.device_tables
     gate = params.gate
     rotation = gate.rotation if gate else None

@@ -16,16 +16,14 @@ from vllm_h2o.attention.ops.triton.launch import (
     vector_arguments,
 )
 from vllm_h2o.attention.ops.triton.layers import (
-    COLUMNS,
-    KV,
-    KV_OFFSETS,
     SIZES,
     SOURCE,
     STATE,
-    STATE_OFFSETS,
     LayerBatch,
     batches,
+    lists_of_layer,
     of_layer,
+    pages_and_state_of_layer,
     pages_of_layer,
     stacked,
 )
@@ -77,18 +75,15 @@ def write_slots(
     birth[slots[head, i]]  = token
     """
     slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
-    keys = pages_of_layer(keys, distances, KV)
-    values = pages_of_layer(values, distances, KV)
-    attention = of_layer(attention, distances, STATE)
-    births = of_layer(births, distances, STATE)
+    keys, values, attention, births = pages_and_state_of_layer(
+        keys, values, attention, births, distances
+    )
     d = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
     places, state = (target_blocks, None, None), (target_blocks, None, None)
     if lists is not None:
         sizes = of_layer(sizes, distances, SIZES)
-        columns = of_layer(lists[0], distances, COLUMNS)
-        kv_offsets = of_layer(lists[1], distances, KV_OFFSETS)
-        lists = columns, kv_offsets, of_layer(lists[2], distances, STATE_OFFSETS)
+        lists = lists_of_layer(lists, distances)
         entry = placement * tl.num_programs(1) + head
         places, state = places_of(target_blocks, sizes, lists, entry)
     in_state = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
