@@ -32,9 +32,11 @@ from vllm_h2o.attention.ops import (
     ResidentRows,
     ScoredLayer,
 )
+from vllm_h2o.attention.ops.chunks import most_held
 from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     Tuning,
+    compress_chunk,
     decode_resident,
     draft_log,
     observe,
@@ -44,7 +46,6 @@ from vllm_h2o.attention.ops.triton import (
     take_back,
     transition,
 )
-from vllm_h2o.attention.ops.triton.chunks import StagedHeads
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.gate import num_features
@@ -125,7 +126,8 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind, reads=False):
     gated = dataclasses.replace(params, gate=gate_of(2, head_size, 64, dtype))
     score_by_gate([ScoredLayer(dense, state, gated)], blocks.int(), 0)
     order_rings([layer], Held(table[0], UNIFORM, 9))
-    hold(pages, table[0], params, UNIFORM, 9)
+    if not whole_blocks:
+        end_chunk(ScoredLayer(pages, state, params, dense), table[0], UNIFORM, 9)
     if reads:
         read(query, dense, pages, table[0], params, UNIFORM, 9)
 
@@ -141,10 +143,15 @@ def decode_drafts(query, key, pages, rows, params):
     take_back([LoggedLayer(pages, params, log)], rows, ones)
 
 
-def hold(pages, table, params, placement, num_tokens):
-    """Copy what is held out of its slots, and back."""
-    held = Held(table, placement, num_tokens)
-    StagedHeads(pages, held, num_tokens + 9, params).write()
+def end_chunk(layer, table, placement, num_tokens):
+    """Compress what is held and a chunk of 9 tokens."""
+    held, end = Held(table, placement, num_tokens), num_tokens + 9
+    num_kv_heads = layer.pages.keys.shape[1]
+    most = most_held(held, num_kv_heads, layer.params)
+    state = {"attention": torch.zeros(num_kv_heads, most + 9)}
+    chunk = Chunk(end, num_tokens, 0, num_tokens, table, held)
+    layer = dataclasses.replace(layer, state=state)
+    compress_chunk([layer], chunk, H2OConfig())
 
 
 def read(query, dense, pages, table, params, placement, num_tokens):
@@ -222,7 +229,7 @@ def launch_prompts():
             transition([layer], source, held, start, H2OConfig())
         score_by_gate([ScoredLayer(pages, state, gated)], table, start)
         order_rings([layer], Held(table, placement, num_tokens, first))
-        hold(pages, table, params, placement, num_tokens)
+        end_chunk(layer, table, BY_HEAD, num_tokens)
         read(query, pages, pages, table, params, placement, num_tokens)
 
 

@@ -314,10 +314,10 @@ def test_reading_on(engine, layers, launched):
         moved = [ScoredLayer(mine.pages, {}, mine.params) for mine in bound]
         triton.move_keys(moved, row.chunk.held)
     reads = ["stage_kernel", "read_kernel", "observe_kernel"]
-    # Out of the slots at the chunk's end, and into them; and for keys that move.
-    copies = ["held_kernel"] * 2
-    expected = (reads + copies) * len(layers) + copies * len(layers)
-    assert launched == expected and not row.layers
+    # At the chunk's end out of the slots, and into them, all layers at once.
+    end = ["held_kernel", "gate_kernel", "held_kernel", "move_kernel"]
+    moves = ["held_kernel"] * 2
+    assert launched == reads * len(layers) + end + moves and not row.layers
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from vllm_h2o.policy.layout import floats_of_page, state_bytes
 NUM_BLOCKS, NUM_HEADS, HEAD_SIZE, BLOCK, PAGE = 5, 3, 16, 64, 16
 
 
-def make(dtype, rest, fields, merges, reads_part, quantized=False):
-    """A cache as vLLM has it, and the pages of its resident blocks."""
+def make(dtype, rest, fields, merges, reads_part, quantized=False, rows=False):
+    """A cache as vLLM has it, and the pages of its resident blocks; rows: on CUDA."""
     item = torch.empty(0, dtype=dtype).element_size()
     floats = floats_of_page(HEAD_SIZE, PAGE, reads_part, merges)
     page = NUM_HEADS * PAGE * 2 * HEAD_SIZE * (1 if quantized else item)
@@ -25,28 +25,33 @@ def make(dtype, rest, fields, merges, reads_part, quantized=False):
         (block // item, BLOCK * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1),
     )
     cut = BlockCut.of(block, page, per_block)
-    pages = Pages.view_cut(cache, PAGE, cut, fields, merges, reads_part, quantized)
+    if rows:
+        pages = Pages.view_rows_cut(cache, PAGE, cut, fields, quantized)
+    else:
+        pages = Pages.view_cut(cache, PAGE, cut, fields, merges, reads_part, quantized)
     return raw.view(torch.uint8).view(NUM_BLOCKS, block), pages, cut
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rest", [0, 192, 4096])
 @pytest.mark.parametrize(
-    ("fields", "merges", "reads_part", "quantized"),
+    ("fields", "merges", "reads_part", "quantized", "rows"),
     [
-        (("attention",), False, False, False),
-        (("attention", "norm"), False, True, False),
-        (("attention",), True, False, False),
-        (("attention",), False, False, True),
-        (("attention", "norm"), False, True, True),
+        (("attention",), False, False, False, False),
+        (("attention", "norm"), False, True, False, False),
+        (("attention",), True, False, False, False),
+        (("attention",), False, False, True, False),
+        (("attention", "norm"), False, True, True, False),
+        (("attention",), False, False, False, True),
+        (("attention",), False, False, True, True),
     ],
 )
 def test_what_a_page_has_is_no_other_pages(
-    dtype, rest, fields, merges, reads_part, quantized
+    dtype, rest, fields, merges, reads_part, quantized, rows
 ):
     """Each part of each page of blocks 1 and 4 is written, and nothing of the others;
     what was written last overwrites nothing of what was written first."""
-    raw, pages, cut = make(dtype, rest, fields, merges, reads_part, quantized)
+    raw, pages, cut = make(dtype, rest, fields, merges, reads_part, quantized, rows)
     numbers = cut.pages(torch.tensor([4, 1], dtype=torch.int32)).tolist()
     parts = [pages.keys, pages.values, pages.births, *pages.state.values()]
     parts += [pages.thresholds] if merges else []

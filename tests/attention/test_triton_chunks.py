@@ -5,6 +5,7 @@ import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,10 +13,17 @@ from tests.attention.triton_checks import TOLERANCE
 from tests.attention.triton_heads import BLOCKS, CONFIG, make_layers, params_of
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from tests.pairs import in_pairs
+from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import Chunk, Held, ScoredLayer, reference, triton
-from vllm_h2o.attention.ops.triton import read_bytes, reading_on
+from vllm_h2o.attention.ops.chunks import most_held
+from vllm_h2o.attention.ops.triton import (
+    chunk_end_bytes,
+    chunks,
+    read_bytes,
+    reading_on,
+)
 from vllm_h2o.attention.placements import BY_HEAD
-from vllm_h2o.policy.methods import Sum
+from vllm_h2o.policy.methods import Mean, Sum
 from vllm_h2o.policy.reach import MovingKeys, Reach
 
 SIZE, HEAD_SIZE, GROUP = 16, 64, 3
@@ -58,6 +66,7 @@ def read_on(kernels, device, layer, dtype, grown_at, inside=NOWHERE, **how):
         end, end - 24, start - 32, end - 24, IN_TURN.to(device),
         Held(table[0].to(device), BY_HEAD, start, grown_at),
     )  # fmt: skip
+    params.device_tables  # noqa: B018  Made when a layer is bound.
     state, outputs = {}, []
     for first, last in zip(STEPS, STEPS[1:], strict=False):
         query = random((last - first, 2 * GROUP, head_size)).to(model).to(device)
@@ -152,6 +161,85 @@ def test_equals_reference(layer, dtype, grown_at):
     assert wrote[layer] and any(wrote[:layer] + wrote[layer + 1 :]) == (layer != 2)
 
 
+class Launches:
+    """Counts launches of a kernel in Triton's interpreter."""
+
+    def __init__(self, monkeypatch, *kernels):
+        self.count = 0
+        for kernel in kernels:
+            monkeypatch.setattr(kernel, "run", self._counted(kernel.run))
+
+    def _counted(self, run):
+        def counted(*args, **kwargs):
+            self.count += 1
+            return run(*args, **kwargs)
+
+        return counted
+
+
+def end_chunk(kernels, device, dtype, method, gated, grown_at, inside=NOWHERE):
+    """All layers once a chunk is compressed, of heads by the gate or attention."""
+    layers, table = make_layers(dtype, HEAD_SIZE, SIZE, 1)
+    own = [clone(pages, device) for pages in layers]
+    model = torch.float32 if dtype == torch.int8 else dtype
+    generator = torch.Generator().manual_seed(5)
+    random = functools.partial(torch.randn, generator=generator)
+    start, end = STEPS[0], STEPS[-1]
+    chunk = Chunk(
+        end, end - 24, start - 32, end - 24, IN_TURN.to(device),
+        Held(table[0].to(device), BY_HEAD, start, grown_at),
+    )  # fmt: skip
+    scored = []
+    for layer, pages in enumerate(own):
+        dense = empty_pages(6, 2, HEAD_SIZE, SIZE, model)
+        for part in (dense.keys, dense.values):
+            part.copy_(random(part.shape))
+        weights = random((2, 2 * HEAD_SIZE + 4)).to(device) / HEAD_SIZE
+        gate = LayerGate(weights, None, GROUP) if gated else None
+        params = params_of(own, layer, SIZE, method=method, gate=gate)
+        params = replace(params, group=GROUP)
+        most = most_held(chunk.held, 2, params)
+        # Few levels: scores tie.
+        attention = (random((2, most + end - start)).abs() * 4).round() / 4
+        attention[0, -20] = float("nan")
+        state = {"attention": attention.to(device)}
+        scored.append(ScoredLayer(pages, state, params, clone(dense, device)))
+    config = replace(CONFIG, pooling=1 if gated else 3)
+    with inside:
+        kernels.compress_chunk(scored, chunk, config)
+    return [clone(pages, "cpu") for pages in own]
+
+
+@in_pairs(
+    "dtype, method, gated, grown_at, budget",
+    [torch.float16, torch.int8],
+    [Mean(), Sum(0.9)],
+    [False, True],
+    [0, 90, 100],
+    [1, 2**26],
+)
+def test_layers_end_a_chunk_together(
+    monkeypatch, dtype, method, gated, grown_at, budget
+):
+    """In one launch of a kind, or in as many as the scratch is small."""
+    monkeypatch.setattr("vllm_h2o.attention.ops.triton.layers.SCRATCH_BYTES", budget)
+    launches = Launches(monkeypatch, chunks.held_kernel)
+    case = dtype, method, gated, grown_at
+    expected, actual = (
+        end_chunk(kernels, device, *case)
+        for kernels, device in ((reference, "cpu"), (triton, DEVICE))
+    )
+    parts = ["keys", "values", "births", "attention"]
+    if dtype == torch.int8:
+        parts += ["key_scales", "value_scales"]
+    for ours, theirs in zip(actual, expected, strict=True):
+        for name in parts:
+            torch.testing.assert_close(
+                getattr(ours, name), getattr(theirs, name), equal_nan=True
+            )
+    assert launches.count == 2 * (3 if budget == 1 else 1)
+
+
 def test_memory_is_counted(monkeypatch):
     """Of two steps of a chunk of 50 tokens, with its state that stays."""
     inside = Allocated()
@@ -160,5 +248,20 @@ def test_memory_is_counted(monkeypatch):
     read_on(alone, DEVICE, 1, torch.bfloat16, 0, inside=inside, softcap=5.0)
     most, size = max(BLOCKS[1]) * SIZE, (2 * GROUP, 2, HEAD_SIZE, 2)
     state = 4 * 2 * (most + 50)
-    steps = (read_bytes(most, fresh, n, *size) for fresh, n in ((20, 20), (50, 30)))
+    steps = (read_bytes(most + 50, n, *size) for n in (20, 30))
     assert 0.6 < inside.num_bytes / (sum(steps) + state) <= 1
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_memory_of_a_chunks_end_is_counted(gated):
+    """Of all layers at once, what is alive at most."""
+    profile = torch.profiler.profile(profile_memory=True)
+    end_chunk(triton, DEVICE, torch.float16, Mean(), gated, 0, profile)
+    alive, most = 0, 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            most = max(most, alive)
+    held = max(map(max, BLOCKS)) * SIZE
+    counted = chunk_end_bytes(held, held + 50, 2, HEAD_SIZE, 2)
+    assert 0.8 < most / (len(BLOCKS) * counted) <= 1

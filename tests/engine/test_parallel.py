@@ -115,10 +115,11 @@ def joined(ranks):
         # The budgets of two requests grow.
         ("by head", {"policy": "gate", "budget": "40%", "h2o_min_budget": 64}),
         # Of whose layers three never get less than the average.
-        (
+        pytest.param(
             "by request",
             {"policy": "d2o", "num_layers": 7, "h2o_merge": "none"}
             | {"h2o_prefill_chunk": 256},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "by request",

@@ -331,6 +331,7 @@ def test_a_session_goes_on_by_its_name(server, named):
     assert turn([*told, 7, 8, 9], f"{named} a")[1] == len(told) - 1
 
 
+@pytest.mark.slow
 def test_dashboard_and_rules_on_a_prometheus_that_scrapes_it(server, tmp_path):
     target = server.base.removeprefix("http://")
     with prometheus.scraping(target, tmp_path) as watching:

@@ -284,6 +284,24 @@ def test_graphs_beside_layers_with_a_window(run, tmp_path):
     check_runner(actual, "v2 graphs")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["v2 graphs", "v1"])
+def test_heads_share_out_parts_of_blocks(run, profile, path):
+    """As long as beside layers with a state: pages of 48 slots, two of a block."""
+    policy = POLICY | {"budget": 192, "head_budgets": str(profile)}
+    case, options = (policy, (330, 20, 100), 20), {"block_size": 96}
+    options["max_model_len"] = 384
+    expected, actual = run("cpu", *case, **options), run(path, *case, **options)
+    assert actual["tokens"] == expected["tokens"]
+    assert actual["survivors"] == expected["survivors"]
+    held = [len(head) for layer in actual["survivors"][0] for head in layer]
+    assert sum(held) == 4 * 192
+    assert any(count % 96 for count in held) and not any(count % 48 for count in held)
+    assert actual["stats"] == expected["stats"]
+    assert actual["stats"]["transitions"] == 1, "the other two stay dense"
+    check_runner(actual, path)
+
+
 def test_runner_v2_measures_the_heads_that_v1_does(run):
     policy = POLICY | {"head_budgets": "measure"}
     expected, actual = (

@@ -27,7 +27,13 @@ from tests.models import SMOLLM2
 from vllm_h2o.attention import cuda_backend
 from vllm_h2o.attention.heads import HeadBudgets
 from vllm_h2o.attention.ops import SCRATCH_BYTES
-from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, read_bytes, splitting
+from vllm_h2o.attention.ops.triton import (
+    DecodeScratch,
+    Tuning,
+    chunk_end_bytes,
+    read_bytes,
+    splitting,
+)
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.core.settings import h2o_config
@@ -308,9 +314,15 @@ def test_memory_for_reading_on_is_reserved(config, on_cuda, options, fresh):
     spec = spec_of(config)
     spec = replace(spec, h2o=replace(spec.h2o, **options))
     taken = gpu_worker.reading_bytes(config, {"layer": spec, "other": object()}, 7)
-    shape = 9, 3, 64, spec.dtype.itemsize
-    most = spec.largest_budget
-    assert taken == (fresh and read_bytes(most, most + fresh, fresh, *shape))
+    held, item = spec.largest_budget, spec.dtype.itemsize
+    seen = held + fresh
+    read = read_bytes(seen, fresh, 9, 3, 64, item)
+    end = chunk_end_bytes(held, seen, 3, 64, item)
+    assert taken == (fresh and 4 * 3 * seen + max(read, end))
+    # States of all layers; where chunks end several share the scratch.
+    many = {f"layer {i}": spec for i in range(200)}
+    taken = gpu_worker.reading_bytes(config, many, 7)
+    assert taken == (fresh and 200 * 4 * 3 * seen + max(read, SCRATCH_BYTES))
 
 
 def test_memory_for_transitions_is_reserved(config, on_cuda):

@@ -70,7 +70,10 @@ class _CUDAImpl(H2OImpl):
 
     def view_cut(self, kv_cache: torch.Tensor, page_slots: int, cut: BlockCut) -> Pages:
         """See the base class."""
-        return Pages.view_rows_cut(kv_cache, page_slots, cut, self.h2o.method.fields)
+        h2o = self.h2o
+        return Pages.view_rows_cut(
+            kv_cache, page_slots, cut, h2o.method.fields, h2o.quantizes
+        )
 
 
 class _CUDABuilder(H2OMetadataBuilder):
@@ -151,6 +154,8 @@ class _CUDABuilder(H2OMetadataBuilder):
 
 
 class _CUDABackend(H2OBackend):
+    # Blocks are longer beside layers with a state: heads share out parts of them.
+    most_page_slots = 64
     # Our kernels take keys and values of resident rows: no fused operation may have
     # written them by vLLM's slots and leave them out (vLLM >= 0.33 asks).
     supports_kv_cache_update_bypass = False

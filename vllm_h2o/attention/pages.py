@@ -185,16 +185,19 @@ class Pages:
         page_slots: int,
         cut: BlockCut,
         fields: Sequence[str] = FIELDS,
+        quantized: bool = False,
     ) -> Pages:
-        """View the int8 pages that resident blocks are cut into: rows head by head.
+        """View the pages that resident blocks are cut into: rows head by head.
 
         Args:
             kv_cache: See `view_rows`.
-            page_slots: See `view_cut`, as are the next two.
+            page_slots: See `view_cut`, as are the others.
             cut: See there.
             fields: See there.
+            quantized: See there.
         """
-        numbered = _numbered(kv_cache, page_slots, cut, torch.int8)
+        dtype = torch.int8 if quantized else kv_cache.dtype
+        numbered = _numbered(kv_cache, page_slots, cut, dtype)
         pages = cls._view_rows(numbered, fields)
         assert pages.page_bytes <= cut.page_step * cut.unit
         return pages

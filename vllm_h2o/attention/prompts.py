@@ -49,9 +49,9 @@ class Transitions:
 
         On CPU that is between this step and the next, all layers at once: the first
         token does not wait for it, and the heads of all layers share out the threads.
-        On a GPU it is when the last layer has run, so that layers share launches, where
-        a gate scores; what queries have scored would take memory until then, and is
-        compressed layer by layer, as are later chunks.
+        On a GPU it is when the last layer has run, so that layers share launches; but
+        what queries have scored of a first chunk would take memory until then, and is
+        compressed layer by layer.
 
         Args:
             row: The row, in its transition step, with the layer as its last.
@@ -62,7 +62,7 @@ class Transitions:
                 compress = functools.partial(row.compress, config)
                 self._due.setdefault(row.request_id, []).append(compress)
             return
-        at_once = config.gated and row.chunk is None
+        at_once = config.gated or row.chunk is not None
         if not at_once or len(row.layers) == row.num_layers:
             row.compress(config)
         elif len(row.layers) == 1:

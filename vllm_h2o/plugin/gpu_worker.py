@@ -213,23 +213,26 @@ def log_bytes(
 def reading_bytes(
     vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_blocks: int
 ) -> int:
-    """Bytes of reading a later chunk or a turn that goes on: one layer's at a time.
+    """Bytes of reading a later chunk or a turn that goes on.
+
+    One layer's at a time, or of several where the chunk ends; and states of all.
 
     Args:
         vllm_config: The engine's.
         specs: Of all layers.
         num_blocks: Of the pool, which has all tokens that are read at once.
     """
-    from vllm_h2o.attention.ops.triton import read_bytes
+    from vllm_h2o.attention.ops.triton import chunk_end_bytes, read_bytes
 
     longest = vllm_config.model_config.max_model_len
     step = vllm_config.scheduler_config.max_num_batched_tokens
     num_heads = vllm_config.model_config.get_num_attention_heads(
         vllm_config.parallel_config
     )
+    ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
     most = 0
-    for spec in specs.values():
-        if not isinstance(spec, H2OAttentionSpec) or not spec.h2o.reads_on:
+    for spec in ours:
+        if not spec.h2o.reads_on:
             continue
         chunk = chunk_tokens(
             spec.h2o.prefill_chunk, spec.layout.budget, spec.block_size,
@@ -237,11 +240,13 @@ def reading_bytes(
         )  # fmt: skip
         fresh = min(longest if spec.h2o.keeps else chunk, num_blocks * spec.block_size)
         held = min(spec.largest_budget, longest)
-        taken = read_bytes(
-            held, min(held + fresh, longest), min(step, fresh), num_heads,
-            spec.num_kv_heads, spec.head_size, spec.dtype.itemsize,
-        )  # fmt: skip
-        most = max(most, taken)
+        seen = min(held + fresh, longest)
+        heads = spec.num_kv_heads, spec.head_size, spec.dtype.itemsize
+        read = read_bytes(seen, min(step, fresh), num_heads, *heads)
+        end = chunk_end_bytes(held, seen, *heads)
+        end = min(len(ours) * end, max(end, SCRATCH_BYTES))
+        states = len(ours) * 4 * spec.num_kv_heads * seen
+        most = max(most, states + max(read, end))
     return most
 
 

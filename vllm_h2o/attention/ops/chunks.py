@@ -1,13 +1,11 @@
 """Reading on in plain torch: chunks of a prompt, beside what is held of those before.
 
-The oracle, and what runs on CPU, where torch's products take most of the time; on CUDA
-where a chunk ends too. Where kernels find what is held is theirs to say (`Hold`).
+The oracle, and what runs on CPU, where torch's products take most of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
@@ -44,7 +42,7 @@ def read_on(
     output: torch.Tensor,
 ) -> None:
     """See `Kernels.read_on`."""
-    heads = HeldHeads(pages, chunk.held, chunk.end, params).heads
+    heads = held_heads(pages, chunk.held, chunk.end, params)
     most = most_held(chunk.held, len(heads), params)
     end = first_position + len(query)
     if not state:
@@ -77,19 +75,13 @@ def read_on(
 
 
 def compress_chunk(
-    layers: Sequence[ScoredLayer],
-    chunk: Chunk,
-    config: H2OConfig,
-    *,
-    hold: Hold | None = None,
+    layers: Sequence[ScoredLayer], chunk: Chunk, config: H2OConfig
 ) -> None:
-    """See `Kernels.compress_chunk`; `hold` finds what heads hold: None, by pages."""
+    """See `Kernels.compress_chunk`."""
     for layer in layers:
         params, device = layer.params, layer.pages.keys.device
         fresh = torch.arange(chunk.start, chunk.end, device=device)
-        where = layer.pages, chunk.held, chunk.end, params
-        held_heads = (hold or HeldHeads)(*where)
-        heads = held_heads.heads
+        heads = held_heads(layer.pages, chunk.held, chunk.end, params)
         most = most_held(chunk.held, len(heads), params)
         expected = _expected(layer, chunk)
         for held in heads:
@@ -103,27 +95,18 @@ def compress_chunk(
                 looked[held.count :] += window
             kept = _select(state, positions, looked, held, chunk, config, params)
             _move(layer, chunk, held, fresh, *kept)
-        held_heads.write()
 
 
-def move_keys(
-    layers: Sequence[ScoredLayer], held: Held, *, hold: Hold | None = None
-) -> None:
-    """See `Kernels.move_keys`; `hold` as of `compress_chunk`."""
+def move_keys(layers: Sequence[ScoredLayer], held: Held) -> None:
+    """See `Kernels.move_keys`."""
     for layer in layers:
         pages, moving = layer.pages, layer.params.moving
         if moving is None:
             continue
         end = held.num_tokens
-        held_heads = (hold or HeldHeads)(pages, held, end, layer.params)
-        for head in held_heads.heads:
-            content = _content(head, pages)
-            content["keys"] = moving.moved(content["keys"], head.births, end, end + 1)
-            for name in layer.params.method.fields:
-                content[name] = head.get(name, head.slots)
-            for what, mine in content.items():
-                head.put(what, head.slots, mine)
-        held_heads.write()
+        for head in held_heads(pages, held, end, layer.params):
+            keys = head.get("keys", head.slots)
+            head.put("keys", head.slots, moving.moved(keys, head.births, end, end + 1))
 
 
 def most_held(held: Held, num_kv_heads: int, params: LayerParams) -> int:
@@ -165,7 +148,7 @@ class HeldHead:
         end: int,
         head: int,
         params: LayerParams,
-        content: Content,
+        content: Resident,
     ) -> None:
         """Look at a head before tokens up to `end`; `content` has what is in its
         slots."""
@@ -186,7 +169,7 @@ class HeldHead:
         return self._content.get(what, slots)
 
     def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
-        """Overwrite the slots' content; see `HeldHeads.write`."""
+        """Overwrite the slots' content."""
         self._content.put(what, slots, content)
 
     def vectors(self, what: str) -> torch.Tensor:
@@ -202,42 +185,15 @@ class HeldHead:
         return torch.cat([self.slots, most_held + fresh])
 
 
-class Content(Protocol):
-    """What is in the slots of a KV head."""
-
-    def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
-        """See `HeldHead.get`."""
-        ...
-
-    def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
-        """See `HeldHead.put`."""
-        ...
-
-
-class HeldHeads:
-    """What the KV heads of a layer hold beside a chunk, looked at page by page.
-
-    Attributes:
-        heads: All of them.
-    """
-
-    def __init__(self, pages: Pages, held: Held, end: int, params: LayerParams) -> None:
-        """Look at all heads, before tokens up to `end`."""
-        rows = rows_of_slots(held.pages, held.placement)
-        contents = [
-            Resident(pages, rows, 0, head, params)
-            for head in range(pages.keys.shape[1])
-        ]
-        self.heads = [
-            HeldHead(pages, held, end, head, params, content)
-            for head, content in enumerate(contents)
-        ]
-
-    def write(self) -> None:
-        """Write what has been put, where that is not done at once."""
-
-
-Hold = Callable[[Pages, Held, int, LayerParams], HeldHeads]
+def held_heads(
+    pages: Pages, held: Held, end: int, params: LayerParams
+) -> list[HeldHead]:
+    """What the KV heads of a layer hold, before tokens up to `end`."""
+    rows = rows_of_slots(held.pages, held.placement)
+    return [
+        HeldHead(pages, held, end, head, params, Resident(pages, rows, 0, head, params))
+        for head in range(pages.keys.shape[1])
+    ]
 
 
 def _begin(

@@ -5,7 +5,11 @@ Without a GPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from vllm_h2o.attention.ops.reference import attend_observed, start
-from vllm_h2o.attention.ops.triton.chunks import compress_chunk, move_keys
+from vllm_h2o.attention.ops.triton.chunks import (
+    chunk_end_bytes,
+    compress_chunk,
+    move_keys,
+)
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
 from vllm_h2o.attention.ops.triton.growth import order_rings
 from vllm_h2o.attention.ops.triton.launch import (
@@ -35,6 +39,7 @@ __all__ = [
     "attend_observed",
     "batches",
     "check_supported",
+    "chunk_end_bytes",
     "compress_chunk",
     "select",
     "copy_kept",

@@ -1,29 +1,44 @@
-"""Where a chunk ends: what KV heads hold is copied out of their slots, and back."""
+"""Where a chunk ends: KV heads choose among what they hold and the chunk's tokens.
+
+What heads hold is copied out of their slots, and what stays of it back, each in one
+launch for all heads of all layers. The choice is torch over all of them, whose
+budgets differ: by counts that are on the device already.
+"""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import Held, LayerParams, chunks
+from vllm_h2o.attention.ops import Chunk, Held, Kept, ScoredLayer
+from vllm_h2o.attention.ops.chunks import most_held
+from vllm_h2o.attention.ops.triton.gate import expect
 from vllm_h2o.attention.ops.triton.growth import VARYING, copy_slots, staged_slots
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
     page_arguments,
     table_arguments,
 )
+from vllm_h2o.attention.ops.triton.layers import SIZES, LayerBatch, batches, of_layer
 from vllm_h2o.attention.ops.triton.slots import place_after, sizes_of
-from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.ops.triton.transition import copy_kept
+from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import Queries
+from vllm_h2o.policy.quantization import NUM_SCALES
+
+_CHOICE_BYTES = 128
+"""Of a token that competes: its indices, counts and scores, all at once."""
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["blocks"])
 def held_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, staged, staged_attention, staged_births, staged_scales,
-    slots, blocks, sizes, lists,
+    slots, blocks, sizes, lists, distances,
     placement, num_tokens, grown_at, most,
     BACK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr,
@@ -34,14 +49,16 @@ def held_kernel(
         staged[head, i] = what is in slot i, of as many as are held
         what is in slots[head, i] = staged[head, i]                   for BACK, if >= 0
 
-    Grid `(tiles of slots, num_kv_heads)`.
+    Grid `(tiles of slots, num_kv_heads, num_layers)`.
 
-    Reference: HeldHeads of ops/chunks.py.
+    Reference: held_heads of ops/chunks.py.
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = placement * tl.num_programs(1) + head
+    if sizes is not None:
+        sizes = of_layer(sizes, distances, SIZES)
     i = tile * BLOCK_S + tl.arange(0, BLOCK_S)
-    at = head.to(tl.int64) * most + i
+    at = (layer.to(tl.int64) * tl.num_programs(1) + head) * most + i
     if BACK:
         slot = tl.load(slots + at, mask=i < most, other=-1).to(tl.int32)
         exists = slot >= 0
@@ -54,90 +71,267 @@ def held_kernel(
     copy_slots(
         keys, keys_strides, values, values_strides, attention, births, state_strides,
         key_scales, value_scales, staged, staged_attention, staged_births,
-        staged_scales, at, slot, exists, blocks, sizes, lists, entry, head,
+        staged_scales, at, slot, exists, blocks, sizes, lists, distances, entry, head,
         BACK, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
 
 
-class StagedHeads(chunks.HeldHeads):
-    """What the KV heads of a layer hold, copied out of their pages at once."""
+@dataclass(frozen=True, eq=False)
+class _Budgets:
+    """What KV heads have room for: `[num_layers, num_kv_heads, 1]` int64 each.
 
-    def __init__(self, pages: Pages, held: Held, end: int, params: LayerParams) -> None:
-        """Copy it; what is put stays here until `write`."""
-        self._pages, self._held, self._params = pages, held, params
-        num_kv_heads = pages.keys.shape[1]
-        self._shape = num_kv_heads, params.largest_of(held.placement, num_kv_heads)
-        staged = staged_slots(pages, self._shape)
-        self._run(staged, None)
-        self.held = _parts(staged)
-        self.heads = [
-            chunks.HeldHead(pages, held, end, head, params, StagedHead(self, head))
-            for head in range(num_kv_heads)
-        ]
+    Attributes:
+        slots: Of a head.
+        heavy: Of these, for the heaviest.
+        before: That it had before its request's budget grew.
+    """
 
-    def write(self) -> None:
-        """See the base class."""
-        self._run(self._put, self.slots)
+    slots: torch.Tensor
+    heavy: torch.Tensor
+    before: torch.Tensor
 
-    @functools.cached_property
-    def put(self) -> dict[str, torch.Tensor]:
-        """`[num_kv_heads, most, ..]` parts of what is to be written, by head the first
-        rows."""
-        return _parts(self._put)
+    @classmethod
+    def of(cls, batch: LayerBatch, placement: int) -> _Budgets:
+        """Those of a placement."""
+        keys, layout = batch.first.pages.keys, batch.first.params.layout
+        tables = [layer.params.device_tables for layer in batch.layers]
+        if tables[0] is None:
+            shape = len(tables), keys.shape[1], 1
+            counts = layout.budget, layout.heavy_slots, layout.budget
+            return cls(*(torch.full(shape, n, device=keys.device) for n in counts))
+        entries = slice(placement * keys.shape[1], (placement + 1) * keys.shape[1])
+        sizes = torch.stack([x.sizes[entries] for x in tables if x is not None])
+        return cls(*sizes[..., :3].long().split(1, dim=-1))
 
-    @functools.cached_property
-    def slots(self) -> torch.Tensor:
-        """`[num_kv_heads, most]` int32 where it is to be written, -1: nowhere."""
-        device = self._pages.keys.device
-        return torch.full(self._shape, -1, dtype=torch.int32, device=device)
+    def places(self, num_tokens: int, grown_at: int) -> torch.Tensor:
+        """Tokens of a head that have had a place, see `policy.layout.place_of`."""
+        if not grown_at:
+            return torch.full_like(self.slots, num_tokens)
+        return num_tokens - grown_at + self.before.clamp(max=grown_at)
 
-    @functools.cached_property
-    def _put(self) -> dict[str, torch.Tensor]:
-        return staged_slots(self._pages, self._shape)
 
-    def _run(self, staged: dict[str, torch.Tensor], slots: torch.Tensor | None) -> None:
-        pages, held, layout = self._pages, self._held, self._params.layout
-        (num_kv_heads, most), head_size = self._shape, pages.keys.shape[2]
-        tile = copied_tokens(head_size)
+class _Staged:
+    """What KV heads hold, copied out of their slots.
+
+    Attributes:
+        most: Slots that were copied of each head.
+        parts: `[num_layers, num_kv_heads, most, ..]` by the kernel's names.
+    """
+
+    def __init__(self, batch: LayerBatch, held: Held) -> None:
+        """Copy it."""
+        self._batch, self._held = batch, held
+        keys = batch.first.pages.keys
+        self.most = batch.largest_of(held.placement)
+        shape = len(batch.layers), keys.shape[1], self.most
+        self.parts = staged_slots(batch.first.pages, shape)
+        self._run(None)
+
+    def move_keys(self, births: torch.Tensor, before: int, after: int) -> None:
+        """Move keys where `params.moving` wants them; head by head, in its memory."""
+        keys, _ = self.parts["staged"].chunk(2, dim=-1)
+        for layer, mine, positions in zip(
+            self._batch.layers, keys, births, strict=True
+        ):
+            if (moving := layer.params.moving) is not None:
+                for head, of_head in zip(mine, positions, strict=True):
+                    head.copy_(moving.moved(head, of_head, before, after))
+
+    def write(self, slots: torch.Tensor) -> None:
+        """Copy it back.
+
+        Args:
+            slots: `[num_layers, num_kv_heads, most]` int32 where each goes; -1:
+                nowhere.
+        """
+        assert slots.is_contiguous() and slots.shape[2] == self.most
+        self._run(slots)
+
+    def _run(self, slots: torch.Tensor | None) -> None:
+        batch, held = self._batch, self._held
+        pages, params = batch.first.pages, batch.first.params
+        num_kv_heads, head_size = pages.keys.shape[1:3]
+        layout, tile = params.layout, copied_tokens(head_size)
         assert held.pages.is_contiguous()
-        held_kernel[(triton.cdiv(most, tile), num_kv_heads)](
-            **page_arguments(pages),
-            **table_arguments(self._params.device_tables), **staged,
-            slots=slots, blocks=held.pages, placement=held.placement,
-            num_tokens=held.num_tokens, grown_at=held.grown_at, most=most,
+        grid = triton.cdiv(self.most, tile), num_kv_heads, len(batch.layers)
+        held_kernel[grid](
+            **page_arguments(pages), **table_arguments(params.device_tables),
+            **self.parts, slots=slots, blocks=held.pages, distances=batch.distances,
+            placement=held.placement, num_tokens=held.num_tokens,
+            grown_at=held.grown_at, most=self.most,
             BACK=slots is not None, HEAD_SIZE=head_size, BLOCK_SIZE=layout.block_size,
             HEAVY=layout.heavy_slots, BUDGET=layout.budget,
             BLOCK_S=tile, BLOCK_D=triton.next_power_of_2(head_size), num_warps=4,
         )  # fmt: skip
 
 
-def _parts(staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views of what a kernel copies, named as pages name them."""
-    keys, values = staged["staged"].chunk(2, dim=-1)
-    key_scales, value_scales = staged["staged_scales"].unbind(dim=-1)
-    return {
-        "keys": keys, "values": values,
-        "key_scales": key_scales, "value_scales": value_scales,
-        "attention": staged["staged_attention"], "births": staged["staged_births"],
-    }  # fmt: skip
+def chunk_end_bytes(
+    num_held: int, num_seen: int, num_kv_heads: int, head_size: int, element_size: int
+) -> int:
+    """Bytes of scratch that the end of a layer's chunk takes, beside its state.
+
+    Args:
+        num_held: Slots of the KV head with the most.
+        num_seen: These and the tokens of a chunk, at most.
+        num_kv_heads: Of the layer.
+        head_size: Of all of them.
+        element_size: Bytes of an element of keys that are not compressed.
+    """
+    slot = 2 * head_size * element_size + 4 * (2 + NUM_SCALES)
+    return num_kv_heads * (num_held * slot + num_seen * _CHOICE_BYTES)
 
 
-class StagedHead:
-    """See `chunks.Content`; of one KV head of `StagedHeads`."""
-
-    def __init__(self, heads: StagedHeads, head: int) -> None:
-        """Read and write through the copies of all heads."""
-        self._heads, self._head = heads, head
-
-    def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
-        """See `chunks.HeldHead.get`."""
-        return self._heads.held[what][self._head, slots]
-
-    def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
-        """See `chunks.HeldHead.put`; all parts of a head to the same slots."""
-        self._heads.put[what][self._head, : len(slots)] = content
-        self._heads.slots[self._head, : len(slots)] = slots
+def move_keys(layers: Sequence[ScoredLayer], held: Held) -> None:
+    """See `Kernels.move_keys`; through a copy of what is held."""
+    moving = [layer for layer in layers if layer.params.moving is not None]
+    for batch in batches(moving) if moving else ():
+        for part in batch.parts(_bytes_of(batch, held, 0)):
+            staged, end = _Staged(part, held), held.num_tokens
+            staged.move_keys(staged.parts["staged_births"].long(), end, end + 1)
+            room = _Budgets.of(part, held.placement)
+            slots = torch.arange(staged.most, device=room.slots.device)
+            count = room.places(end, held.grown_at).minimum(room.slots)
+            staged.write(torch.where(slots < count, slots, -1).int())
 
 
-compress_chunk = functools.partial(chunks.compress_chunk, hold=StagedHeads)
-move_keys = functools.partial(chunks.move_keys, hold=StagedHeads)
+def _bytes_of(batch: LayerBatch, held: Held, num_fresh: int) -> int:
+    keys, most = batch.first.pages.keys, batch.largest_of(held.placement)
+    _, num_kv_heads, head_size, _ = keys.shape
+    size = num_kv_heads, head_size, keys.element_size()
+    return chunk_end_bytes(most, most + num_fresh, *size)
+
+
+def compress_chunk(
+    layers: Sequence[ScoredLayer], chunk: Chunk, config: H2OConfig
+) -> None:
+    """See `Kernels.compress_chunk`; through a copy of what is held."""
+    for batch in batches(layers):
+        for part in batch.parts(_bytes_of(batch, chunk.held, chunk.end - chunk.start)):
+            _compress(part, chunk, config)
+
+
+def _compress(batch: LayerBatch, chunk: Chunk, config: H2OConfig) -> None:
+    """Let heads choose: what competes are their slots by birth, then the chunk."""
+    held, num_fresh = chunk.held, chunk.end - chunk.start
+    room, staged = _Budgets.of(batch, held.placement), _Staged(batch, held)
+    most, device = staged.most, room.slots.device
+    counts = room.places(chunk.start, held.grown_at).minimum(room.slots)
+    slots, fresh = (torch.arange(n, device=device) for n in (most, num_fresh))
+    births = staged.parts["staged_births"].long()
+    births = torch.where(slots < counts, births, chunk.end)  # the last in order
+    everything = torch.arange(most + num_fresh, device=device)
+    is_held = everything < counts
+    exists = everything < counts + num_fresh
+    # Where what competes is, among the slots and behind them the chunk's tokens.
+    source = (most + everything - counts).clamp(max=most + num_fresh - 1)
+    by_birth = births.argsort(dim=-1, stable=True)
+    source[..., :most] = torch.where(is_held[..., :most], by_birth, source[..., :most])
+    positions = _joined(births, chunk.start + fresh).gather(-1, source)
+    attention = _attention(batch, most, chunk).gather(-1, source)
+    of_chunk = counts + fresh
+
+    looked = chunk.end - positions.clamp(min=chunk.first_scoring)
+    earlier = Queries(positions, chunk.scored_from, chunk.start).count()
+    looked += torch.where(is_held, earlier, 0)
+    first, params = chunk.first_query, batch.first.params
+    if params.gate is not None:
+        expected = attention.new_empty(*counts.shape[:2], num_fresh)
+        expect(batch, expected, chunk.blocks, first, chunk.start)
+        attention.scatter_add_(-1, of_chunk, expected)
+        window = chunk.end - positions.clamp(min=first)
+        looked += torch.where(is_held, 0, window)
+    queries = Queries(positions, first, chunk.end, params.group)
+    method, state = params.method, {"attention": attention}
+    state = method.recounted(state, looked, queries.count())
+    scores = method.score(state, queries)
+    if (width := config.prompt_pooling) > 1:
+        pooled = method.pool(scores.gather(-1, of_chunk).flatten(0, 1), width)
+        pooled = scores.scatter(-1, of_chunk, pooled.view_as(of_chunk))
+        has_room = room.slots >= params.budget_of(held.placement)
+        scores = torch.where(has_room, pooled, scores)
+    places = room.places(chunk.end, held.grown_at)
+    kept = _select(scores, exists, room, places, params.layout.sinks, most)
+
+    attention, chosen = state["attention"], kept.positions.clamp(min=0)
+    stays = (kept.positions >= 0) & is_held.gather(-1, chosen)
+    if params.moving is not None:  # the chunk's own are within reach
+        staged.move_keys(births, chunk.start, chunk.end)
+    behind = most + 1  # of what does not stay
+    before = torch.where(is_held, source, most)
+    whole = attention.new_empty(*counts.shape[:2], behind)
+    scored = whole.scatter(-1, before, attention)[..., :most]
+    staged.parts["staged_attention"] = scored.contiguous()
+    before = torch.where(stays, source.gather(-1, chosen), most)
+    into = torch.full_like(whole, -1, dtype=torch.int64)
+    into.scatter_(-1, before, kept.slots)
+    staged.write(into[..., :most].int().contiguous())
+    is_new = (kept.positions >= 0) & ~stays
+    new = Kept(torch.where(is_new, positions.gather(-1, chosen), -1), kept.slots)
+    mine = attention.gather(-1, of_chunk)
+    copy_kept(
+        batch, mine, chunk.blocks, held.pages, held.placement, new, chunk.start
+    )  # fmt: skip
+
+
+def _joined(of_slots: torch.Tensor, of_chunk: torch.Tensor) -> torch.Tensor:
+    """`[num_layers, num_kv_heads, slots and tokens]` of both."""
+    whole = of_chunk.expand(*of_slots.shape[:2], of_chunk.shape[-1])
+    return torch.cat([of_slots, whole], dim=-1)
+
+
+def _attention(batch: LayerBatch, most: int, chunk: Chunk) -> torch.Tensor:
+    """`[num_layers, num_kv_heads, most + tokens of the chunk]` that layers have."""
+    states = [layer.state["attention"] for layer in batch.layers]
+    (num_kv_heads, _), num_fresh = states[0].shape, chunk.end - chunk.start
+    whole = states[0].new_zeros(len(states), num_kv_heads, most + num_fresh)
+    for mine, state, layer in zip(whole, states, batch.layers, strict=True):
+        held = most_held(chunk.held, num_kv_heads, layer.params)
+        mine[:, :held], mine[:, most:] = state[:, :held], state[:, held:]
+    return whole
+
+
+def _select(
+    scores: torch.Tensor,
+    exists: torch.Tensor,
+    room: _Budgets,
+    places: torch.Tensor,
+    sinks: int,
+    most: int,
+) -> Kept:
+    """As `policy.selection.select_residents`, of heads that have other numbers.
+
+    Args:
+        scores: `[num_layers, num_kv_heads, n]` float32 of what competes, the oldest
+            first.
+        exists: Which of these there are, the first ones of each head.
+        room: Of the heads.
+        places: `[num_layers, num_kv_heads, 1]` tokens that have had a place.
+        sinks: The first so many stay.
+        most: Slots of the head with the most.
+
+    Returns:
+        `[num_layers, num_kv_heads, most]` indices of what competes, and slots.
+    """
+    everything = torch.arange(scores.shape[-1], device=scores.device)
+    count = exists.sum(dim=-1, keepdim=True)
+    ring, heavy = room.slots - room.heavy, room.heavy
+    older = everything < count - ring
+    score = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    score[..., :sinks] = torch.inf
+    score = torch.where(older, score, -torch.inf)
+    highest = score.topk(min(most, scores.shape[-1]), dim=-1).values
+    nth = (heavy - 1).clamp(min=0, max=highest.shape[-1] - 1)
+    lowest = highest.gather(-1, nth)
+    above, ties = older & (score > lowest), older & (score == lowest)
+    left = heavy - above.sum(dim=-1, keepdim=True)
+    heaviest = above | (ties & (ties.cumsum(dim=-1) <= left))
+    evicts = count > room.slots
+    keeps = exists & (~evicts | heaviest | ~older)
+    # By scatter instead of nonzero, which would wait for the result.
+    place = torch.where(keeps, keeps.cumsum(dim=-1) - 1, most)
+    kept = torch.full((*scores.shape[:2], most + 1), -1, device=scores.device)
+    kept = kept.scatter_(-1, place, everything.expand_as(place))[..., :most]
+    slots = torch.arange(most, device=scores.device)
+    in_ring = heavy + (kept + places - count - heavy) % ring.clamp(min=1)
+    slots = torch.where(evicts & (slots >= heavy), in_ring, slots)
+    return Kept(kept.contiguous(), torch.where(kept >= 0, slots, -1).contiguous())

@@ -49,12 +49,18 @@ def load_weights(weights, first, step, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "first_query", "layer_stride", "head_stride"],
+    do_not_specialize=[
+        "first_token",
+        "num_tokens",
+        "first_query",
+        "layer_stride",
+        "head_stride",
+    ],
     do_not_specialize_on_alignment=["blocks", "attention"],
 )
 def gate_kernel(
     keys, keys_strides, values, values_strides, blocks, angles, weights, attention,
-    layer_stride, head_stride, distances, num_tokens, first_query,
+    layer_stride, head_stride, distances, first_token, num_tokens, first_query,
     KNOWN: tl.constexpr, NEOX: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -62,6 +68,7 @@ def gate_kernel(
 ):  # fmt: skip
     """Write the attention that one tile of tokens is expected to get in one KV head.
 
+    Tokens from `first_token` on, of a prompt of `num_tokens`.
     Grid `(tiles of tokens, num_kv_heads, num_layers)`. `KNOWN`: the rotation is, of
     the first `ROTARY` elements of a key; where it is not, a key's norm alone counts.
 
@@ -71,7 +78,8 @@ def gate_kernel(
     keys = pages_of_layer(keys, distances, SOURCE)
     values = pages_of_layer(values, distances, SOURCE)
     weights = of_layer(weights, distances, WEIGHTS)
-    tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    i = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    tokens = first_token + i
     exists = tokens < num_tokens
     places = (blocks, None, None)
     at = page_offsets(places, tokens, exists, head, keys_strides, BLOCK_SIZE)
@@ -126,7 +134,7 @@ def gate_kernel(
     queries = num_tokens - tl.maximum(tokens, first_query)
     expected = GROUP * (root * root) * (root * root) * queries.to(tl.float32)
     attention += layer.to(tl.int64) * layer_stride + head * head_stride
-    tl.store(attention + tokens, expected, mask=exists)
+    tl.store(attention + i, expected, mask=exists)
 
 
 def score_by_gate(
@@ -136,20 +144,35 @@ def score_by_gate(
     for batch in batches(layers):
         own = [layer.state["attention"] for layer in batch.layers]
         attention, is_view = stacked(own)
-        _score(batch, attention, dense_blocks, first_query)
+        expect(batch, attention, dense_blocks, first_query)
         if not is_view:
             for mine, written in zip(own, attention, strict=True):
                 mine.copy_(written)
 
 
-def _score(
-    batch: LayerBatch, attention: torch.Tensor, blocks: torch.Tensor, first_query: int
+def expect(
+    batch: LayerBatch,
+    attention: torch.Tensor,
+    blocks: torch.Tensor,
+    first_query: int,
+    first_token: int = 0,
 ) -> None:
+    """Write the attention that the gate expects, see `LayerGate.fill`.
+
+    Args:
+        batch: The layers.
+        attention: `[num_layers, num_kv_heads, num_tokens - first_token]` float32 of
+            tokens of a prompt of `num_tokens`, written.
+        blocks: As there.
+        first_query: As there.
+        first_token: Position of the first of the tokens.
+    """
     pages, gate = batch.first.source, batch.first.params.gate
     assert gate is not None and gate.weights.is_contiguous()
     _, num_kv_heads, head_size, block_size = pages.keys.shape
     assert gate.weights.shape == (num_kv_heads, 2 * head_size + 4)
-    num_layers, _, num_tokens = attention.shape
+    num_layers, _, count = attention.shape
+    num_tokens = first_token + count
     assert attention.stride(2) == 1 and blocks.stride(0) == 1
     angles, rotary, known, neox = gate.weights, 0, True, True
     if gate.rotation is not None:
@@ -159,13 +182,13 @@ def _score(
             assert table.is_contiguous() and table.device == attention.device
             angles, rotary = table, table.shape[1]
     keys, tile = pages.keys.transpose(2, 3), copied_tokens(head_size)
-    gate_kernel[(triton.cdiv(num_tokens, tile), num_kv_heads, num_layers)](
+    gate_kernel[(triton.cdiv(count, tile), num_kv_heads, num_layers)](
         keys=keys, keys_strides=keys.stride(),
         values=pages.values, values_strides=pages.values.stride(),
         blocks=blocks, angles=angles, weights=gate.weights,
         attention=attention, layer_stride=attention.stride(0),
         head_stride=attention.stride(1), distances=batch.distances,
-        num_tokens=num_tokens, first_query=first_query,
+        first_token=first_token, num_tokens=num_tokens, first_query=first_query,
         KNOWN=known, NEOX=neox, GROUP=gate.group,
         HEAD_SIZE=head_size, ROTARY=rotary, BLOCK_SIZE=block_size,
         BLOCK_T=tile, BLOCK_D=triton.next_power_of_2(head_size),

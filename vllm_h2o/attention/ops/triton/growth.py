@@ -58,14 +58,6 @@ def ring_kernel(
     Reference: order_rings of ops/reference.py.
     """
     tile, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    keys, values, attention, births = pages_and_state_of_layer(
-        keys, values, attention, births, distances
-    )
-    if key_scales is not None:
-        key_scales = of_layer(key_scales, distances, STATE)
-        value_scales = of_layer(value_scales, distances, STATE)
-    if lists is not None:
-        lists = lists_of_layer(lists, distances)
     entry, place = placement * tl.num_programs(1) + head, num_tokens
     if sizes is not None:
         sizes = of_layer(sizes, distances, SIZES)
@@ -82,7 +74,7 @@ def ring_kernel(
     copy_slots(
         keys, keys_strides, values, values_strides, attention, births, state_strides,
         key_scales, value_scales, staged, staged_attention, staged_births,
-        staged_scales, at, slot, exists, blocks, sizes, lists, entry, head,
+        staged_scales, at, slot, exists, blocks, sizes, lists, distances, entry, head,
         BACK, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
 
@@ -91,16 +83,21 @@ def ring_kernel(
 def copy_slots(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, staged, staged_attention, staged_births, staged_scales,
-    at, slot, exists, blocks, sizes, lists, entry, head,
+    at, slot, exists, blocks, sizes, lists, distances, entry, head,
     BACK: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Copy what is in slots of a KV head to `staged[at]`, or for BACK from there.
 
-    Of slots that exist; `entry` says where the pages of the head are.
+    Of slots that exist; `entry` of `sizes`, which are of the program's layer, says
+    where the pages of the head are.
     """
+    keys, values, attention, births = pages_and_state_of_layer(
+        keys, values, attention, births, distances
+    )
     places, state = (blocks, None, None), (blocks, None, None)
     if lists is not None:
+        lists = lists_of_layer(lists, distances)
         places, state = places_of(blocks, sizes, lists, entry)
     d = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (d < HEAD_SIZE)[None, :]
@@ -112,6 +109,8 @@ def copy_slots(
     in_state = page_offsets(state, slot, exists, head, state_strides, BLOCK_SIZE)
     if key_scales is not None:
         staged_scales += 2 * at
+        key_scales = of_layer(key_scales, distances, STATE)
+        value_scales = of_layer(value_scales, distances, STATE)
         copy_scales(staged_scales, key_scales + in_state, exists, BACK)
         copy_scales(staged_scales + 1, value_scales + in_state, exists, BACK)
     if BACK:

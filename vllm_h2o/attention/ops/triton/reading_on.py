@@ -34,7 +34,6 @@ from vllm_h2o.attention.ops.triton.slots import (
 )
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.methods import State, has_prompt_rules, starts_at_zero
-from vllm_h2o.policy.quantization import NUM_SCALES
 
 _VECTORS = "keys", "keys_strides", "values", "values_strides"
 _PAGE = 64
@@ -187,14 +186,13 @@ def read_kernel(
 
 
 def read_bytes(
-    num_held: int, num_seen: int, num_queries: int, num_heads: int, num_kv_heads: int,
+    num_seen: int, num_queries: int, num_heads: int, num_kv_heads: int,
     head_size: int, element_size: int,
 ) -> int:  # fmt: skip
-    """Bytes that `read_on` takes beside its arguments, or the chunk's end if more.
+    """Bytes that `read_on` takes beside its arguments.
 
     Args:
-        num_held: Tokens of the KV head that holds the most.
-        num_seen: These and those of a chunk, at most.
+        num_seen: Tokens that a KV head holds, and those of a chunk, at most.
         num_queries: Of the chunk, that one step reads.
         num_heads: Of the queries.
         num_kv_heads: Of the layer.
@@ -202,12 +200,8 @@ def read_bytes(
         element_size: Bytes of an element of keys that are not compressed.
     """
     token = 2 * head_size * element_size
-    staged = _pages(num_seen) * _PAGE * num_kv_heads * token
-    log_sums = 2 * 4 * num_heads * num_queries
-    # Two copies of what is held and its state, and what one head moves into them.
-    copied = 2 * num_kv_heads * num_held * (token + 4 * (2 + NUM_SCALES))
-    moved = (3 * num_seen // 2 + num_held) * token
-    return max(staged + log_sums, copied + moved)
+    staged = _pages(num_seen) * (_PAGE * num_kv_heads * token + 4)
+    return staged + 4 * (num_kv_heads + 2 * num_heads * num_queries)
 
 
 def _pages(num_tokens: int) -> int:

@@ -34,7 +34,7 @@ from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.quantization import NUM_SCALES
 
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
-_VARYING = ["most", "placement", "layer_stride", "head_stride"]
+_VARYING = ["most", "placement", "layer_stride", "head_stride", "first_token"]
 
 
 @triton.jit
@@ -64,14 +64,15 @@ def read_vectors(
 def write_slots(
     k, v, k_scale, v_scale, at, token, exists, head, slots,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
-    key_scales, value_scales, prompt_attention, layer_stride, head_stride,
+    key_scales, value_scales,
+    prompt_attention, layer_stride, head_stride, first_token,
     target_blocks, sizes, lists, placement, distances,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write tokens of a KV head into their slots, in its places by the placement.
 
     K | V [slots[head, i]] = k | v, rounded where pages are int8 and no scales given
-    attention[slots[head, i]]  = prompt_attention[head, token]
+    attention[slots[head, i]]  = prompt_attention[head, token - first_token]
     birth[slots[head, i]]  = token
     """
     slot = tl.load(slots + at, mask=exists, other=0).to(tl.int32)
@@ -102,7 +103,7 @@ def write_slots(
     along = d[None, :] * values_strides[3]
     tl.store(values + target[:, None] + along, v.to(element), mask=mask)
     origin = prompt_attention + tl.program_id(2).to(tl.int64) * layer_stride
-    origin += head.to(tl.int64) * head_stride + token
+    origin += head.to(tl.int64) * head_stride + token - first_token
     tl.store(attention + in_state, tl.load(origin, mask=exists), mask=exists)
     tl.store(births + in_state, token, mask=exists)
 
@@ -154,7 +155,7 @@ def gather_kernel(
 def scatter_kernel(
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, staged, staged_scales, kept, slots, most,
-    prompt_attention, layer_stride, head_stride,
+    prompt_attention, layer_stride, head_stride, first_token,
     target_blocks, sizes, lists, placement, distances,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -178,7 +179,8 @@ def scatter_kernel(
     write_slots(
         k, v, k_scale, v_scale, at, token, exists, head, slots,
         keys, keys_strides, values, values_strides, attention, births, state_strides,
-        key_scales, value_scales, prompt_attention, layer_stride, head_stride,
+        key_scales, value_scales,
+        prompt_attention, layer_stride, head_stride, first_token,
         target_blocks, sizes, lists, placement, distances,
         HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
@@ -197,7 +199,7 @@ def move_kernel(
     source_blocks,
     keys, keys_strides, values, values_strides, attention, births, state_strides,
     key_scales, value_scales, kept, slots, most,
-    prompt_attention, layer_stride, head_stride,
+    prompt_attention, layer_stride, head_stride, first_token,
     target_blocks, sizes, lists, placement, distances,
     HEAD_SIZE: tl.constexpr, SOURCE_BLOCK_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -219,7 +221,8 @@ def move_kernel(
     write_slots(
         k, v, None, None, at, token, exists, head, slots,
         keys, keys_strides, values, values_strides, attention, births, state_strides,
-        key_scales, value_scales, prompt_attention, layer_stride, head_stride,
+        key_scales, value_scales,
+        prompt_attention, layer_stride, head_stride, first_token,
         target_blocks, sizes, lists, placement, distances,
         HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
@@ -272,6 +275,7 @@ def copy_kept(
     target_blocks: torch.Tensor,
     placement: int,
     kept: Kept,
+    first_token: int = 0,
 ) -> None:
     """See `vllm_h2o.attention.ops.reference.copy_kept`, of all layers of a batch.
 
@@ -287,6 +291,7 @@ def copy_kept(
         target_blocks: See there.
         placement: See there.
         kept: `[num_layers, num_kv_heads, most]`, see `select`.
+        first_token: That the first of `attention` is of.
     """
     layer = batch.first
     pages, params, source = layer.pages, layer.params, layer.source
@@ -305,7 +310,7 @@ def copy_kept(
     into = {
         **page_arguments(pages), "slots": kept.slots, "BLOCK_SIZE": pages.block_size,
         "prompt_attention": attention, "layer_stride": attention.stride(0),
-        "head_stride": attention.stride(1),
+        "head_stride": attention.stride(1), "first_token": first_token,
         "target_blocks": target_blocks, "placement": placement,
         **table_arguments(params.device_tables),
     }  # fmt: skip
