@@ -285,20 +285,27 @@ def test_graphs_beside_layers_with_a_window(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["v2 graphs", "v1"])
-def test_heads_share_out_parts_of_blocks(run, profile, path):
+@pytest.mark.parametrize(("path", "grows"), [("v2 graphs", False), ("v1", True)])
+def test_heads_share_out_parts_of_blocks(run, profile, path, grows):
     """As long as beside layers with a state: pages of 48 slots, two of a block."""
     policy = POLICY | {"budget": 192, "head_budgets": str(profile)}
     case, options = (policy, (330, 20, 100), 20), {"block_size": 96}
+    if grows:
+        policy = SHARE | {"head_budgets": str(profile), "prompt_score": "gate"}
+        case = policy, (150, 152, 240), 60
     options["max_model_len"] = 384
     expected, actual = run("cpu", *case, **options), run(path, *case, **options)
     assert actual["tokens"] == expected["tokens"]
     assert actual["survivors"] == expected["survivors"]
-    held = [len(head) for layer in actual["survivors"][0] for head in layer]
-    assert sum(held) == 4 * 192
-    assert any(count % 96 for count in held) and not any(count % 48 for count in held)
+    held = [[len(kept) for layer in x for kept in layer] for x in actual["survivors"]]
     assert actual["stats"] == expected["stats"]
-    assert actual["stats"]["transitions"] == 1, "the other two stay dense"
+    if grows:
+        assert "order_rings" in actual["warmed_up"]
+        assert actual["stats"]["transitions"] == 3
+    else:
+        assert sum(held[0]) == 4 * 192
+        assert any(n % 96 for n in held[0]) and not any(n % 48 for n in held[0])
+        assert actual["stats"]["transitions"] == 1, "the other two stay dense"
     check_runner(actual, path)
 
 

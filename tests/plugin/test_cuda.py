@@ -31,6 +31,7 @@ from vllm_h2o.attention.ops.triton import (
     DecodeScratch,
     Tuning,
     chunk_end_bytes,
+    move_bytes,
     read_bytes,
     splitting,
 )
@@ -318,11 +319,22 @@ def test_memory_for_reading_on_is_reserved(config, on_cuda, options, fresh):
     seen = held + fresh
     read = read_bytes(seen, fresh, 9, 3, 64, item)
     end = chunk_end_bytes(held, seen, 3, 64, item)
-    assert taken == (fresh and 4 * 3 * seen + max(read, end))
-    # States of all layers; where chunks end several share the scratch.
+    rows, states = config.scheduler_config.max_num_seqs, 4 * 3 * seen
+    if fresh:
+        assert rows * states < SCRATCH_BYTES
+        assert taken == (1 + rows) * states + max(read, end)
+    else:
+        assert taken == 0
+    # Where chunks end several layers share the scratch, and several rows wait.
     many = {f"layer {i}": spec for i in range(200)}
     taken = gpu_worker.reading_bytes(config, many, 7)
-    assert taken == (fresh and 200 * 4 * 3 * seen + max(read, SCRATCH_BYTES))
+    assert taken == (fresh and 200 * states + max(read, SCRATCH_BYTES) + SCRATCH_BYTES)
+    if "prefill_chunk" in options:
+        moves = replace(spec.h2o, positions="cache", trained_length=4096)
+        moves = {"layer": replace(spec, h2o=moves)}
+        end += move_bytes(held, 64)
+        taken = gpu_worker.reading_bytes(config, moves, 7)
+        assert taken == (1 + rows) * states + max(read, end)
 
 
 def test_memory_for_transitions_is_reserved(config, on_cuda):

@@ -272,7 +272,7 @@ class H2OImpl(_StockImpl):
             of_held = [ScoredLayer(pages, state, params)]
             kernels.transition(of_held, resident, held, position, self.h2o)
         if placements is not None and placements.grows:
-            kernels.order_rings([layer], Held(prompt, placement, position))
+            kernels.order_rings([layer], held)
         if self.h2o.reads_on:
             chunk = Chunk(position + 1, 0, 0, 0, prompt, held)
             output, state = torch.empty_like(query), {}

@@ -38,6 +38,7 @@ class Transitions:
         self.seconds: list[float] = []
         self._due: dict[str, list[Callable[[], None]]] = {}
         self._begun: list[PromptRow] = []
+        self._state_bytes = 0  # of layers that wait for their row's last
         self._partial: dict[str, PartialStates] = {}
 
     def partial_states(self, request_id: str) -> PartialStates:
@@ -49,9 +50,9 @@ class Transitions:
 
         On CPU that is between this step and the next, all layers at once: the first
         token does not wait for it, and the heads of all layers share out the threads.
-        On a GPU it is when the last layer has run, so that layers share launches; but
-        what queries have scored of a first chunk would take memory until then, and is
-        compressed layer by layer.
+        On a GPU it is when the last layer has run, so that layers share launches; or
+        earlier, when the states of what waits take `SCRATCH_BYTES`. What queries have
+        scored of a first chunk is compressed layer by layer.
 
         Args:
             row: The row, in its transition step, with the layer as its last.
@@ -62,11 +63,14 @@ class Transitions:
                 compress = functools.partial(row.compress, config)
                 self._due.setdefault(row.request_id, []).append(compress)
             return
-        at_once = config.gated or row.chunk is not None
-        if not at_once or len(row.layers) == row.num_layers:
-            row.compress(config)
-        elif len(row.layers) == 1:
+        if row.num_run == 1:
             self._begun.append(row)
+        self._state_bytes += row.layers[-1].state_bytes
+        waits = config.gated or row.chunk is not None
+        is_last = row.num_run == row.num_layers
+        if is_last or not waits or self._state_bytes > SCRATCH_BYTES:
+            self._state_bytes -= sum(layer.state_bytes for layer in row.layers)
+            row.compress(config)
 
     def run(self) -> None:
         """Run what the last step put off.
@@ -74,7 +78,9 @@ class Transitions:
         Freed blocks may have new owners, but these write only in the step that begins
         now.
         """
-        assert not any(row.layers for row in self._begun), "a layer has not run"
+        assert all(row.num_run == row.num_layers for row in self._begun), (
+            "a layer has not run"
+        )
         self._begun.clear()
         if not self._due:
             return  # most steps; inference mode takes longer than all else here
@@ -94,6 +100,7 @@ class Transitions:
         """Forget all requests: the KV cache goes."""
         self._due.clear()
         self._begun.clear()
+        self._state_bytes = 0
         self._partial.clear()
 
 
@@ -114,6 +121,7 @@ class PromptRow:
         attends: Whether our kernel attends to a first chunk; else stock's has done so.
         chunk: A later chunk; None: the row is in its first.
         layers: Layers that have run and are to be compressed.
+        num_run: Layers that have run, in the transition step.
     """
 
     request_id: str
@@ -127,6 +135,7 @@ class PromptRow:
     attends: bool = False
     chunk: Chunk | None = None
     layers: list[ScoredLayer] = field(default_factory=list)
+    num_run: int = 0
 
     def attend(
         self, name: str, layer: BoundLayer, query: torch.Tensor, output: torch.Tensor
@@ -154,6 +163,7 @@ class PromptRow:
             partial[name] = state
             return
         self.layers.append(ScoredLayer(layer.pages, state, layer.params, layer.dense))
+        self.num_run += 1
         self.transitions.collect(self, layer.config)
 
     def _observe(

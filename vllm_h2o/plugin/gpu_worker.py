@@ -215,17 +215,23 @@ def reading_bytes(
 ) -> int:
     """Bytes of reading a later chunk or a turn that goes on.
 
-    One layer's at a time, or of several where the chunk ends; and states of all.
+    One layer's at a time, or of several where the chunk ends. And states of all layers:
+    of a chunk that spans steps, and of chunks that wait for their last layer.
 
     Args:
         vllm_config: The engine's.
         specs: Of all layers.
         num_blocks: Of the pool, which has all tokens that are read at once.
     """
-    from vllm_h2o.attention.ops.triton import chunk_end_bytes, read_bytes
+    from vllm_h2o.attention.ops.triton import (
+        chunk_end_bytes,
+        move_bytes,
+        read_bytes,
+    )
 
     longest = vllm_config.model_config.max_model_len
     step = vllm_config.scheduler_config.max_num_batched_tokens
+    max_rows = vllm_config.scheduler_config.max_num_seqs
     num_heads = vllm_config.model_config.get_num_attention_heads(
         vllm_config.parallel_config
     )
@@ -245,7 +251,10 @@ def reading_bytes(
         read = read_bytes(seen, min(step, fresh), num_heads, *heads)
         end = chunk_end_bytes(held, seen, *heads)
         end = min(len(ours) * end, max(end, SCRATCH_BYTES))
+        if spec.reach is not None:
+            end += move_bytes(held, spec.head_size)
         states = len(ours) * 4 * spec.num_kv_heads * seen
+        states += min(max_rows * states, SCRATCH_BYTES)
         most = max(most, states + max(read, end))
     return most
 

@@ -74,7 +74,7 @@ class ResidentRows:
 
 SCRATCH_BYTES = 64 << 20
 """Of scratch, at most, for the layers that a GPU compresses at once, and as many for
-their scores; a single layer may need more."""
+their scores, and for those of layers that wait for it; a single one may need more."""
 RING, NOTHING = -1, -2
 """In place of a slot in `DraftLog.losers`, see there."""
 
@@ -332,3 +332,8 @@ class ScoredLayer:
     def source(self) -> Pages:
         """The pages that the tokens are in."""
         return self.dense or self.pages
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the state."""
+        return sum(mine.nbytes for mine in self.state.values())

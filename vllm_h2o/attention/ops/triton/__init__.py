@@ -8,6 +8,7 @@ from vllm_h2o.attention.ops.reference import attend_observed, start
 from vllm_h2o.attention.ops.triton.chunks import (
     chunk_end_bytes,
     compress_chunk,
+    move_bytes,
     move_keys,
 )
 from vllm_h2o.attention.ops.triton.gate import score_by_gate
@@ -46,6 +47,7 @@ __all__ = [
     "decode_resident",
     "draft_log",
     "layer_bytes",
+    "move_bytes",
     "move_keys",
     "observe",
     "order_rings",

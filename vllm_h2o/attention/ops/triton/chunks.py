@@ -17,7 +17,12 @@ import triton.language as tl
 from vllm_h2o.attention.ops import Chunk, Held, Kept, ScoredLayer
 from vllm_h2o.attention.ops.chunks import most_held
 from vllm_h2o.attention.ops.triton.gate import expect
-from vllm_h2o.attention.ops.triton.growth import VARYING, copy_slots, staged_slots
+from vllm_h2o.attention.ops.triton.growth import (
+    VARYING,
+    check_pages,
+    copy_slots,
+    staged_slots,
+)
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
     page_arguments,
@@ -32,6 +37,8 @@ from vllm_h2o.policy.quantization import NUM_SCALES
 
 _CHOICE_BYTES = 128
 """Of a token that competes: its indices, counts and scores, all at once."""
+_MOVE_BYTES = 40
+"""Of an element of a key that moves: angles, sines and what rounds it."""
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["blocks"])
@@ -128,7 +135,7 @@ class _Staged:
         self._run(None)
 
     def move_keys(self, births: torch.Tensor, before: int, after: int) -> None:
-        """Move keys where `params.moving` wants them; head by head, in its memory."""
+        """Move keys of layers whose keys move, head by head."""
         keys, _ = self.parts["staged"].chunk(2, dim=-1)
         for layer, mine, positions in zip(
             self._batch.layers, keys, births, strict=True
@@ -152,7 +159,7 @@ class _Staged:
         pages, params = batch.first.pages, batch.first.params
         num_kv_heads, head_size = pages.keys.shape[1:3]
         layout, tile = params.layout, copied_tokens(head_size)
-        assert held.pages.is_contiguous()
+        check_pages(held, params)
         grid = triton.cdiv(self.most, tile), num_kv_heads, len(batch.layers)
         held_kernel[grid](
             **page_arguments(pages), **table_arguments(params.device_tables),
@@ -179,6 +186,16 @@ def chunk_end_bytes(
     """
     slot = 2 * head_size * element_size + 4 * (2 + NUM_SCALES)
     return num_kv_heads * (num_held * slot + num_seen * _CHOICE_BYTES)
+
+
+def move_bytes(num_held: int, head_size: int) -> int:
+    """Bytes of moving the keys of one KV head, beside `chunk_end_bytes`.
+
+    Args:
+        num_held: Slots of the head.
+        head_size: Of keys.
+    """
+    return num_held * head_size * _MOVE_BYTES
 
 
 def move_keys(layers: Sequence[ScoredLayer], held: Held) -> None:
@@ -211,31 +228,103 @@ def compress_chunk(
 
 
 def _compress(batch: LayerBatch, chunk: Chunk, config: H2OConfig) -> None:
-    """Let heads choose: what competes are their slots by birth, then the chunk."""
+    """Let heads choose, and put what stays into their slots."""
     held, num_fresh = chunk.held, chunk.end - chunk.start
     room, staged = _Budgets.of(batch, held.placement), _Staged(batch, held)
-    most, device = staged.most, room.slots.device
     counts = room.places(chunk.start, held.grown_at).minimum(room.slots)
-    slots, fresh = (torch.arange(n, device=device) for n in (most, num_fresh))
     births = staged.parts["staged_births"].long()
-    births = torch.where(slots < counts, births, chunk.end)  # the last in order
-    everything = torch.arange(most + num_fresh, device=device)
-    is_held = everything < counts
-    exists = everything < counts + num_fresh
-    # Where what competes is, among the slots and behind them the chunk's tokens.
-    source = (most + everything - counts).clamp(max=most + num_fresh - 1)
-    by_birth = births.argsort(dim=-1, stable=True)
-    source[..., :most] = torch.where(is_held[..., :most], by_birth, source[..., :most])
-    positions = _joined(births, chunk.start + fresh).gather(-1, source)
-    attention = _attention(batch, most, chunk).gather(-1, source)
-    of_chunk = counts + fresh
+    rivals = _Rivals.of(counts, births, chunk)
+    of_chunk = counts + torch.arange(num_fresh, device=counts.device)
+    attention, scores = _scores(batch, chunk, config, rivals, room, of_chunk)
+    places, sinks = (
+        room.places(chunk.end, held.grown_at),
+        batch.first.params.layout.sinks,
+    )
+    kept = _select(scores, counts + num_fresh, room, places, sinks, staged.most)
 
+    staged.move_keys(births, chunk.start, chunk.end)  # the chunk's are within reach
+    most, nowhere = staged.most, staged.most  # one behind the slots
+    chosen = kept.positions.clamp(min=0)
+    stays = (kept.positions >= 0) & rivals.is_held.gather(-1, chosen)
+    whole = attention.new_empty(*counts.shape[:2], most + 1)
+    slots = torch.where(rivals.is_held, rivals.source, nowhere)
+    scored = whole.scatter(-1, slots, attention)[..., :most]
+    staged.parts["staged_attention"] = scored.contiguous()
+    slots = torch.where(stays, rivals.source.gather(-1, chosen), nowhere)
+    into = torch.full_like(whole, -1, dtype=torch.int64)
+    into.scatter_(-1, slots, kept.slots)
+    staged.write(into[..., :most].int().contiguous())
+    is_new = (kept.positions >= 0) & ~stays
+    tokens = torch.where(is_new, rivals.positions.gather(-1, chosen), -1)
+    copy_kept(
+        batch, attention.gather(-1, of_chunk), chunk.blocks, held.pages,
+        held.placement, Kept(tokens, kept.slots), chunk.start,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Rivals:
+    """What competes: what a KV head holds, by birth, then the chunk's tokens.
+
+    Attributes:
+        source: `[num_layers, num_kv_heads, most + tokens of the chunk]` int64 slots, or
+            behind all slots the chunk's tokens.
+        positions: The same shape, int64 in the text.
+        is_held: The same shape, whether it is held.
+    """
+
+    source: torch.Tensor
+    positions: torch.Tensor
+    is_held: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: torch.Tensor, births: torch.Tensor, chunk: Chunk) -> _Rivals:
+        """Those of heads that hold `counts` tokens, of these births by slot."""
+        most, num_fresh = births.shape[-1], chunk.end - chunk.start
+        slots, fresh = (
+            torch.arange(n, device=births.device) for n in (most, num_fresh)
+        )
+        births = torch.where(slots < counts, births, chunk.end)  # the last in order
+        everything = torch.arange(most + num_fresh, device=births.device)
+        is_held = everything < counts
+        source = (most + everything - counts).clamp(max=most + num_fresh - 1)
+        by_birth = births.argsort(dim=-1, stable=True)
+        by_birth = torch.where(is_held[..., :most], by_birth, source[..., :most])
+        source[..., :most] = by_birth
+        fresh = torch.arange(chunk.start, chunk.end, device=births.device)
+        fresh = fresh.expand(*births.shape[:2], num_fresh)
+        positions = torch.cat([births, fresh], dim=-1).gather(-1, source)
+        return cls(source, positions, is_held)
+
+
+def _scores(
+    batch: LayerBatch,
+    chunk: Chunk,
+    config: H2OConfig,
+    rivals: _Rivals,
+    room: _Budgets,
+    of_chunk: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of what competes, which stands for the window's queries, and scores.
+
+    Args:
+        batch: The layers.
+        chunk: The chunk.
+        config: The policy.
+        rivals: What competes.
+        room: Of the heads.
+        of_chunk: `[num_layers, num_kv_heads, tokens of the chunk]` int64, which of
+            what competes these are.
+    """
+    params, first = batch.first.params, chunk.first_query
+    is_held, positions = rivals.is_held, rivals.positions
+    most = rivals.source.shape[-1] - of_chunk.shape[-1]
+    attention = _attention(batch, most, chunk).gather(-1, rivals.source)
     looked = chunk.end - positions.clamp(min=chunk.first_scoring)
     earlier = Queries(positions, chunk.scored_from, chunk.start).count()
     looked += torch.where(is_held, earlier, 0)
-    first, params = chunk.first_query, batch.first.params
     if params.gate is not None:
-        expected = attention.new_empty(*counts.shape[:2], num_fresh)
+        expected = attention.new_empty(of_chunk.shape)
         expect(batch, expected, chunk.blocks, first, chunk.start)
         attention.scatter_add_(-1, of_chunk, expected)
         window = chunk.end - positions.clamp(min=first)
@@ -247,36 +336,9 @@ def _compress(batch: LayerBatch, chunk: Chunk, config: H2OConfig) -> None:
     if (width := config.prompt_pooling) > 1:
         pooled = method.pool(scores.gather(-1, of_chunk).flatten(0, 1), width)
         pooled = scores.scatter(-1, of_chunk, pooled.view_as(of_chunk))
-        has_room = room.slots >= params.budget_of(held.placement)
+        has_room = room.slots >= params.budget_of(chunk.held.placement)
         scores = torch.where(has_room, pooled, scores)
-    places = room.places(chunk.end, held.grown_at)
-    kept = _select(scores, exists, room, places, params.layout.sinks, most)
-
-    attention, chosen = state["attention"], kept.positions.clamp(min=0)
-    stays = (kept.positions >= 0) & is_held.gather(-1, chosen)
-    if params.moving is not None:  # the chunk's own are within reach
-        staged.move_keys(births, chunk.start, chunk.end)
-    behind = most + 1  # of what does not stay
-    before = torch.where(is_held, source, most)
-    whole = attention.new_empty(*counts.shape[:2], behind)
-    scored = whole.scatter(-1, before, attention)[..., :most]
-    staged.parts["staged_attention"] = scored.contiguous()
-    before = torch.where(stays, source.gather(-1, chosen), most)
-    into = torch.full_like(whole, -1, dtype=torch.int64)
-    into.scatter_(-1, before, kept.slots)
-    staged.write(into[..., :most].int().contiguous())
-    is_new = (kept.positions >= 0) & ~stays
-    new = Kept(torch.where(is_new, positions.gather(-1, chosen), -1), kept.slots)
-    mine = attention.gather(-1, of_chunk)
-    copy_kept(
-        batch, mine, chunk.blocks, held.pages, held.placement, new, chunk.start
-    )  # fmt: skip
-
-
-def _joined(of_slots: torch.Tensor, of_chunk: torch.Tensor) -> torch.Tensor:
-    """`[num_layers, num_kv_heads, slots and tokens]` of both."""
-    whole = of_chunk.expand(*of_slots.shape[:2], of_chunk.shape[-1])
-    return torch.cat([of_slots, whole], dim=-1)
+    return state["attention"], scores
 
 
 def _attention(batch: LayerBatch, most: int, chunk: Chunk) -> torch.Tensor:
@@ -292,7 +354,7 @@ def _attention(batch: LayerBatch, most: int, chunk: Chunk) -> torch.Tensor:
 
 def _select(
     scores: torch.Tensor,
-    exists: torch.Tensor,
+    count: torch.Tensor,
     room: _Budgets,
     places: torch.Tensor,
     sinks: int,
@@ -303,7 +365,7 @@ def _select(
     Args:
         scores: `[num_layers, num_kv_heads, n]` float32 of what competes, the oldest
             first.
-        exists: Which of these there are, the first ones of each head.
+        count: `[num_layers, num_kv_heads, 1]` how many of these there are.
         room: Of the heads.
         places: `[num_layers, num_kv_heads, 1]` tokens that have had a place.
         sinks: The first so many stay.
@@ -313,7 +375,7 @@ def _select(
         `[num_layers, num_kv_heads, most]` indices of what competes, and slots.
     """
     everything = torch.arange(scores.shape[-1], device=scores.device)
-    count = exists.sum(dim=-1, keepdim=True)
+    exists = everything < count
     ring, heavy = room.slots - room.heavy, room.heavy
     older = everything < count - ring
     score = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)

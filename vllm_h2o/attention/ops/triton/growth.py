@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import Held, ScoredLayer
+from vllm_h2o.attention.ops import Held, LayerParams, ScoredLayer
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
     page_arguments,
@@ -148,9 +148,15 @@ def staged_slots(pages: Pages, shape: tuple[int, ...]) -> dict[str, torch.Tensor
     }
 
 
+def check_pages(held: Held, params: LayerParams) -> None:
+    """Fail where slots would be looked for behind the request's pages."""
+    assert held.pages.is_contiguous()
+    slots = min(held.num_tokens, params.budget_of(held.placement))
+    assert len(held.pages) * params.layout.block_size >= slots, "too few pages"
+
+
 def order_rings(layers: Sequence[ScoredLayer], held: Held) -> None:
     """See `Kernels.order_rings`; through a copy of the rings."""
-    assert held.pages.is_contiguous()
     for batch in batches(layers):
         keys, most = batch.first.pages.keys, batch.largest_of(held.placement)
         of_slot = 2 * keys.shape[2] * keys.element_size() + 4 * (2 + NUM_SCALES)
@@ -162,6 +168,7 @@ def _order(batch: LayerBatch, held: Held, most: int) -> None:
     pages, params = batch.first.pages, batch.first.params
     num_kv_heads, head_size = pages.keys.shape[1:3]
     tile, layout = copied_tokens(head_size), params.layout
+    check_pages(held, params)
     heads = num_kv_heads, len(batch.layers)
     shared = {
         **page_arguments(pages),
