@@ -54,6 +54,9 @@ from vllm_h2o.policy.methods import Mean
 from vllm_h2o.policy.placement import Placement, lend
 from vllm_h2o.policy.rotation import Rotation
 
+SPARSE = "rank_kernel", "bound_kernel"
+"""Kernels of queries that read a part of the pages."""
+
 
 class NoDevice:
     """As much of a driver as compiling asks for."""
@@ -130,6 +133,22 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind, reads=False):
         end_chunk(ScoredLayer(pages, state, params, dense), table[0], UNIFORM, 9)
     if reads:
         read(query, dense, pages, table[0], params, UNIFORM, 9)
+
+
+def launch_sparse(dtype, head_size, group, block_size):
+    """Decode by queries that read a part, and make the bounds of what is compressed."""
+    layout = SlotLayout(block_size, 1024, 1024, 4, False)
+    pages = empty_pages(4, 2, head_size, block_size, dtype, reads_part=True)
+    own = placements_of(pages, [512, 1024])
+    params = LayerParams(layout, 0.1, 0.0, Mean(), own, read=0.2)
+    query = torch.empty(3, 2 * group, head_size, dtype=dtype)
+    key = torch.empty(3, 2, head_size, dtype=dtype)
+    table = torch.empty(3, layout.budget_blocks, dtype=torch.int32)
+    zeros = torch.zeros(3, dtype=torch.long)
+    rows = ResidentRows(table, zeros, zeros, placements=zeros.int(), grown_at=zeros)
+    decode_resident(query, key, key, pages, rows, params, query)
+    layer = ScoredLayer(pages, {"attention": torch.zeros(2, 48)}, params)
+    transition([layer], torch.zeros(3).int(), Held(table[0], BY_HEAD), 0, H2OConfig())
 
 
 def decode_drafts(query, key, pages, rows, params):
@@ -246,13 +265,15 @@ if __name__ == "__main__":
     launch_all(torch.float32, 80, 1, 48, softcap=30.0, kind="blocks", reads=True)
     launch_all(torch.bfloat16, 512, 16, 32, softcap=0.0, kind="int8", reads=True)
     launch_all(torch.bfloat16, 256, 32, 32, softcap=0.0, kind="by head")
+    launch_sparse(torch.bfloat16, 128, 4, 16)
+    launch_sparse(torch.bfloat16, 512, 16, 48)
     shared = {}
     for name, kernel in compiled:
         shared[name] = max(shared.get(name, 0), kernel.metadata.shared)
     compiled.clear()
     launch_decodes()
     launch_prompts()
-    variants = {name: set() for name in shared}
+    variants = {name: set() for name in shared if name not in SPARSE}
     for name, kernel in compiled:
         variants[name].add(kernel.hash)
     counts = {name: len(hashes) for name, hashes in variants.items()}

@@ -29,6 +29,7 @@ from vllm_h2o.attention.placements import (
     PlacementTable,
 )
 from vllm_h2o.attention.row_placements import RowPlacements
+from vllm_h2o.core.settings import h2o_config
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.life import RowPlan
@@ -93,8 +94,8 @@ def launched(monkeypatch):
     return names
 
 
-def make_cache(num_blocks=40):
-    pages = empty_pages(num_blocks, 3, 64, 16, torch.float32, DEVICE)
+def make_cache(num_blocks=40, reads_part=False):
+    pages = empty_pages(num_blocks, 3, 64, 16, torch.float32, DEVICE, reads_part)
     shape = (num_blocks, 3, 16, 128)
     return pages.values.as_strided(shape, (pages.page_stride // 4, 128, 384, 1), 0)
 
@@ -109,7 +110,7 @@ def make_layers(config, blocks=()):
         layers = [
             SimpleNamespace(
                 impl=H2OTritonAttentionImpl(9, 64, 0.125, 3, None, None, "auto"),
-                kv_cache=make_cache(),
+                kv_cache=make_cache(reads_part=h2o_config(config).reads_part),
                 layer_name=f"layer {i}",
             )
             for i in range(2)
@@ -236,6 +237,28 @@ def test_drafts(launched):
     first, *others = DECODE
     noted = [first, "note_kernel", *others] * 3
     assert launched == (DECODE + noted) * len(layers) + ["take_back_kernel"] * 2
+
+
+def test_queries_that_read_a_part(launched):
+    """The pages are listed before, and bounds are made of what a prompt leaves."""
+    builder, config = make_builder(h2o_read="40%")
+    layers, _ = make_layers(config)
+    builder.bind(builder.step, layers)
+    forward(layers, H2OMetadata(builder.spec), 1)
+    metadata, _ = build(builder, DECODES, guard=no_waiting)
+    with no_waiting():
+        forward(layers, metadata, 2)
+    assert launched == ["rank_kernel", *DECODE] * len(layers)
+    launched.clear()
+    metadata, _ = build(builder, PROMPT, guard=no_waiting)
+    (prompt,) = metadata.prompts
+    query = tokens(prompt.tokens.stop, 9)[prompt.tokens]
+    bound = [with_params(layer, layer.impl.h2o) for layer in layers]
+    with no_waiting():
+        for layer, mine in zip(layers, bound, strict=True):
+            prompt.attend(layer.layer_name, mine, query, torch.empty_like(query))
+    scored = ["lse_kernel", "observe_kernel", *TRANSITION, "bound_kernel"]
+    assert launched == scored * len(layers)
 
 
 def test_decode_beside_prompts(engine, layers, launched):

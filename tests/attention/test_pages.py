@@ -26,7 +26,8 @@ def make(dtype, rest, fields, merges, reads_part, quantized=False, rows=False):
     )
     cut = BlockCut.of(block, page, per_block)
     if rows:
-        pages = Pages.view_rows_cut(cache, PAGE, cut, fields, quantized)
+        how = fields, reads_part, quantized
+        pages = Pages.view_rows_cut(cache, PAGE, cut, *how)
     else:
         pages = Pages.view_cut(cache, PAGE, cut, fields, merges, reads_part, quantized)
     return raw.view(torch.uint8).view(NUM_BLOCKS, block), pages, cut
@@ -44,6 +45,8 @@ def make(dtype, rest, fields, merges, reads_part, quantized=False, rows=False):
         (("attention", "norm"), False, True, True, False),
         (("attention",), False, False, False, True),
         (("attention",), False, False, True, True),
+        (("attention",), False, True, False, True),
+        (("attention",), False, True, True, True),
     ],
 )
 def test_what_a_page_has_is_no_other_pages(
@@ -56,6 +59,7 @@ def test_what_a_page_has_is_no_other_pages(
     parts = [pages.keys, pages.values, pages.births, *pages.state.values()]
     parts += [pages.thresholds] if merges else []
     parts += [pages.key_scales, pages.value_scales] if quantized else []
+    parts += [pages.bounds] if rows and reads_part else []
     values = [(part, number) for number in numbers for part in parts]
     for value, (part, number) in enumerate(values, 1):
         part[number] = value % 127 + 1

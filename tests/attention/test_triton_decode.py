@@ -44,6 +44,9 @@ CASES = {
     "streaming": params_of(heavy_slots=4, recent_slots=44),
     "window alone": params_of(heavy_slots=0, recent_slots=48, sinks=0),
     "blocks of 32": params_of(block_size=32, heavy_slots=32, recent_slots=32),
+    "reads a part": params_of(mean=True, heavy_slots=80, read=0.5),
+    "reads a part, decay": params_of(decay=0.9, sinks=0, heavy_slots=80, read=0.3),
+    "reads a part, block": params_of(unit="block", heavy_slots=80, read=0.5),
     "blocks of 48": params_of(
         unit="block", sinks=0, block_size=48, heavy_slots=48, recent_slots=48
     ),

@@ -236,3 +236,11 @@ def test_tokens_come_from_pages_of_another_size(dense_size, dtype):
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(actual, expected)
     assert not torch.equal(results[1][0], content(layers[0]))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_queries_that_read_a_part(layer, quantized):
+    """In pages of other layers, of rows that append, graduate and have grown."""
+    positions, grown_at = [5, 47, 48, 64, 80, 137, -1], [0, 0, 0, 60, 0, 60, 0]
+    check_heads(layer, positions, grown_at=grown_at, quantized=quantized, read=0.3)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from tests.attention.triton_state import DEVICE, clone, content, empty_pages
+from tests.attention.triton_state import DEVICE, bounds_of, clone, content, empty_pages
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.ops import Kept, LayerParams, ScoredLayer, reference
 from vllm_h2o.attention.ops.triton import (
@@ -52,8 +52,25 @@ def check_step(step, num_splits=3, tile_slots=16):
     # What remains is moved, not computed: equal to the bit, also where nobody
     # may write.
     expected_pages.attention.copy_(pages.attention)
+    if pages.bounds is not None:  # the reference has none
+        check_bounds(step, pages)
+        expected_pages.bounds.copy_(pages.bounds)
     assert torch.equal(content(pages), content(expected_pages))
     return pages
+
+
+def check_bounds(step, pages):
+    """Those of pages that a query may pass over are of what is in them now.
+
+    Where a page is full with the new token its bound follows in the next step.
+    """
+    layout, expected = step.params.layout, pages.bounds
+    scores = step.rows.positions >= step.rows.first_queries
+    for row in scores.nonzero().flatten().tolist():
+        position = int(step.rows.positions[row])
+        of_row = pages, step.rows.block_table[row], layout, position
+        expected = bounds_of(*of_row, expected)
+    torch.testing.assert_close(pages.bounds, expected, rtol=0, atol=0, equal_nan=True)
 
 
 SCALE = 0.17

@@ -9,8 +9,20 @@ import torch
 
 from tests.attention.triton_checks import TOLERANCE
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages, packed
-from vllm_h2o.attention.ops import LayerParams, ResidentRows, reference
-from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning, decode_resident
+from vllm_h2o.attention.ops import (
+    Held,
+    LayerParams,
+    ResidentRows,
+    ScoredLayer,
+    reference,
+)
+from vllm_h2o.attention.ops.triton import (
+    DecodeScratch,
+    Tuning,
+    batches,
+    decode_resident,
+)
+from vllm_h2o.attention.ops.triton.bounds import set_bounds
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
@@ -27,13 +39,13 @@ SMALL = 2
 """Where the table has its placements, as the other's are at 0."""
 
 
-def make_layers(dtype, head_size, size, num_rows):
+def make_layers(dtype, head_size, size, num_rows, reads_part=False):
     """Pages of every layer full of tokens, but for blocks that no row has."""
     generator = torch.Generator().manual_seed(7)
     num_blocks = num_rows * BUDGET_BLOCKS + 3
     layers = []
     for _ in BLOCKS:
-        pages = empty_pages(num_blocks, 2, head_size, size, dtype)
+        pages = empty_pages(num_blocks, 2, head_size, size, dtype, "cpu", reads_part)
         held = slice(2, num_blocks)
         for name in ("keys", "values") + ("key_scales", "value_scales") * (
             pages.quantized
@@ -96,7 +108,8 @@ def check_heads(
     """
     grown_at = torch.tensor(grown_at or [0] * len(positions))
     of = torch.int8 if quantized else dtype
-    layers, table = make_layers(of, head_size, size, len(positions))
+    reads_part = how.get("read", 1.0) < 1.0
+    layers, table = make_layers(of, head_size, size, len(positions), reads_part)
     generator = torch.Generator().manual_seed(1)
 
     def random(num_heads):
@@ -127,11 +140,16 @@ def check_heads(
             scratch = DecodeScratch.allocate(
                 len(positions), 2 * group, 2, head_size, params.layout.budget,
                 params.largest_budget, DEVICE, Tuning(3, 16), end + 1,
+                page_slots=size * reads_part,
             )  # fmt: skip
             scratch.logits.fill_(float("nan"))
             on_device = replace(
                 on_device, scratch=scratch, logit_starts=starts.to(DEVICE)
             )
+            (batch,) = batches([ScoredLayer(own[layer], {}, params)])
+            for row, position in enumerate(positions):
+                place = int(placements[row]), position, int(grown_at[row])
+                set_bounds(batch, Held(table[row].to(device), *place))
         op(query, key, value, own[layer], on_device, params, output)
         if op is decode_resident:
             assert scratch.logits[-1].isnan(), "logits of other rows were written"
@@ -145,6 +163,8 @@ def check_heads(
             mine.attention, theirs.attention, rtol=1e-4, atol=1e-6, equal_nan=True
         )
         theirs.attention.copy_(mine.attention)
+        if reads_part:  # the reference has no bounds
+            theirs.bounds.copy_(mine.bounds)
         assert torch.equal(content(mine), content(theirs))
         assert torch.equal(content(mine)[: 2 * mine.page_stride], _start(before))
     return layers, actual_layers

@@ -15,9 +15,10 @@ from vllm_h2o.attention.ops import LayerParams, ResidentRows
 from vllm_h2o.attention.ops.triton import DecodeScratch, Tuning
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.geometry import BlockCut
-from vllm_h2o.policy.layout import SlotLayout, state_bytes
+from vllm_h2o.policy.layout import SlotLayout, floats_of_page, state_bytes
 from vllm_h2o.policy.methods import Mean, Sum
 from vllm_h2o.policy.quantization import quantize
+from vllm_h2o.policy.sparse_read import HIGHEST_SHARE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -33,37 +34,55 @@ def _dot_of_bfloat16(builder, a, b, *rest, dot=InterpreterBuilder.create_dot):
 InterpreterBuilder.create_dot = _dot_of_bfloat16
 
 
-def params_of(unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, **slots):
+def params_of(
+    unit="token", mean=False, decay=1.0, softcap=0.0, sinks=4, read=1.0, **slots
+):
     slots = {"block_size": 16, "heavy_slots": 32, "recent_slots": 16} | slots
     layout = SlotLayout(sinks=sinks, whole_blocks=unit == "block", **slots)
-    return LayerParams(layout, 0.17, softcap, Mean(decay) if mean else Sum(decay))
+    method = Mean(decay) if mean else Sum(decay)
+    return LayerParams(layout, 0.17, softcap, method, read=read)
 
 
-def empty_int8_pages(num_blocks, num_kv_heads, head_size, block_size, device="cpu"):
+def empty_int8_pages(
+    num_blocks, num_kv_heads, head_size, block_size, device="cpu", reads_part=False
+):
     """Pages of int8 that nobody has written: scales and state are NaN."""
     page = num_kv_heads * block_size * 2 * head_size
-    page += state_bytes(num_kv_heads, block_size, 1 + 2) + 64  # longer than need be
+    floats = floats_of_page(head_size, block_size, reads_part, False)
+    page += state_bytes(num_kv_heads, block_size, 1 + 2, floats)
+    page += 64  # longer than need be
     raw = torch.full((num_blocks * page,), 255, dtype=torch.uint8, device=device)
     shape = (num_blocks, num_kv_heads, block_size, 2 * head_size)
     strides = (page, block_size * 2 * head_size, 2 * head_size, 1)
     cache = raw.view(torch.int8).as_strided(shape, strides)
-    return Pages.view_rows_cut(cache, block_size, BlockCut(1, 1, 1, page))
+    cut = BlockCut(1, 1, 1, page)
+    return Pages.view_rows_cut(cache, block_size, cut, reads_part=reads_part)
 
 
-def empty_pages(num_blocks, num_kv_heads, head_size, block_size, dtype, device="cpu"):
+def empty_pages(
+    num_blocks,
+    num_kv_heads,
+    head_size,
+    block_size,
+    dtype,
+    device="cpu",
+    reads_part=False,
+):
     """Pages full of NaN, rows of K beside rows of V as vLLM has them on CUDA."""
     if dtype == torch.int8:
-        return empty_int8_pages(num_blocks, num_kv_heads, head_size, block_size, device)
+        size = num_blocks, num_kv_heads, head_size, block_size
+        return empty_int8_pages(*size, device, reads_part)
     item = torch.empty(0, dtype=dtype).element_size()
     page = num_kv_heads * block_size * 2 * head_size * item
-    page += state_bytes(num_kv_heads, block_size)
+    floats = floats_of_page(head_size, block_size, reads_part, False)
+    page += state_bytes(num_kv_heads, block_size, 1, floats)
     raw = torch.full(
         (num_blocks * page // item,), float("nan"), dtype=dtype, device=device
     )
     # NHD: all heads of a token lie together.
     strides = (page // item, 2 * head_size, num_kv_heads * 2 * head_size, 1)
     shape = (num_blocks, num_kv_heads, block_size, 2 * head_size)
-    return Pages.view_rows(raw.as_strided(shape, strides))
+    return Pages.view_rows(raw.as_strided(shape, strides), reads_part=reads_part)
 
 
 def packed(positions, first_queries, heads, most):
@@ -79,13 +98,16 @@ def clone(pages, device=None):
     raw = content(pages).to(device, copy=True).untyped_storage()
     own = {}
     scales = ("key_scales", "value_scales") * pages.quantized
-    for name in ("keys", "values", "attention", "births", *scales):
+    whole = ("bounds",) * (pages.bounds is not None)
+    for name in ("keys", "values", "attention", "births", *scales, *whole):
         view = getattr(pages, name)
         tensor = torch.empty(0, dtype=view.dtype, device=device)
         own[name] = tensor.set_(raw, view.storage_offset(), view.shape, view.stride())
+    bounds = own.pop("bounds", None)
     keys, values, scores, births, *both = own.values()
     sizes = pages.page_stride, pages.page_bytes, pages.state_offset
-    return Pages(keys, values, {"attention": scores}, births, *sizes, None, *both)
+    state = {"attention": scores}
+    return Pages(keys, values, state, births, *sizes, None, *both, bounds=bounds)
 
 
 def content(pages):
@@ -154,6 +176,7 @@ class Step:
             num_rows, num_heads, self.key.shape[1], head_size,
             self.params.layout.budget, self.params.largest_budget,
             DEVICE, Tuning(num_splits, tile_slots), self.logit_starts()[1] + 1,
+            page_slots=self.params.layout.block_size * (self.params.read < 1.0),
         )  # fmt: skip
         for tensor in (scratch.logits, scratch.outputs, scratch.maxima, scratch.sums):
             tensor.fill_(float("nan"))
@@ -178,7 +201,9 @@ def make_step(
     num_rows, width = len(positions), layout.budget_blocks
     num_blocks = num_rows * width + 2
     of = torch.int8 if quantized else dtype
-    pages = empty_pages(num_blocks, num_kv_heads, head_size, layout.block_size, of)
+    reads_part = params.read < 1.0
+    size = num_blocks, num_kv_heads, head_size, layout.block_size
+    pages = empty_pages(*size, of, reads_part=reads_part)
     blocks = torch.randperm(num_blocks - 1, generator=generator) + 1
     table = blocks[: num_rows * width].view(num_rows, width).int()
 
@@ -207,10 +232,31 @@ def make_step(
         torch.tensor(positions),
         torch.tensor([2 * position // 3 for position in positions]),
     )
+    if reads_part:
+        for row, position in enumerate(positions):
+            pages.bounds[:] = bounds_of(
+                pages, table[row], layout, position, pages.bounds
+            )
     query = random(num_rows, num_heads, head_size) * 2
     key = random(num_rows, num_kv_heads, head_size)
     value = random(num_rows, num_kv_heads, head_size)
     return Step(query, key, value, pages, rows, params)
+
+
+def bounds_of(pages, blocks, layout, position, bounds):
+    """`bounds`, but for those of a row's heavy pages, of the keys in them.
+
+    Of pages that the tokens before `position` fill.
+    """
+    bounds, size = bounds.clone(), layout.block_size
+    full = min(layout.heavy_slots, position) // size
+    mine = blocks[:full].long()
+    keys = pages.keys[mine].float()
+    if pages.quantized:
+        keys = keys * pages.key_scales[mine][:, :, None]
+    highest, lowest = keys.amax(dim=3), keys.amin(dim=3)
+    bounds[mine] = HIGHEST_SHARE * highest + (1 - HIGHEST_SHARE) * lowest
+    return bounds
 
 
 def _tokens(layout, position, generator):

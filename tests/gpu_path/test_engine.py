@@ -309,6 +309,24 @@ def test_heads_share_out_parts_of_blocks(run, profile, path, grows):
     check_runner(actual, path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "by_head"), [("v2 graphs", False), ("v1", True)])
+def test_queries_read_a_part(run, profile, path, by_head):
+    """Where heads are alike as the preset `mpcache` does, of requests that grow."""
+    policy = {"policy": "mpcache", "min_budget": 64}
+    if by_head:
+        policy = POLICY | {"head_budgets": str(profile), "read": "40%"}
+    case = policy, (150, 20, 240), 40
+    expected, actual = run("cpu", *case), run(path, *case)
+    assert actual["tokens"] == expected["tokens"]
+    assert actual["survivors"] == expected["survivors"]
+    for ours, theirs in zip(actual["logprobs"], expected["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert actual["stats"] == expected["stats"]
+    assert actual["stats"]["transitions"] == 2
+    check_runner(actual, path)
+
+
 def test_runner_v2_measures_the_heads_that_v1_does(run):
     policy = POLICY | {"head_budgets": "measure"}
     expected, actual = (

@@ -555,7 +555,6 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
 @pytest.mark.parametrize(
     ("preset", "options", "complaint"),
     [
-        ("mpcache", {}, "h2o_read='20%'.*on CUDA.*'100%'"),
         ("h2o", {"merge": "value"}, "h2o_merge='value'.*on CUDA.*'none'"),
         ("d2o", {}, "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
         ("cake", {}, "h2o_score='cake'.*on CUDA.*mean, sum"),

@@ -62,7 +62,7 @@ class _CUDAImpl(H2OImpl):
 
     def view(self, kv_cache: torch.Tensor) -> Pages:
         """See the base class."""
-        return Pages.view_rows(kv_cache, self.h2o.method.fields)
+        return Pages.view_rows(kv_cache, self.h2o.method.fields, self.h2o.reads_part)
 
     def view_dense(self, kv_cache: torch.Tensor) -> Pages:
         """See the base class."""
@@ -72,7 +72,7 @@ class _CUDAImpl(H2OImpl):
         """See the base class."""
         h2o = self.h2o
         return Pages.view_rows_cut(
-            kv_cache, page_slots, cut, h2o.method.fields, h2o.quantizes
+            kv_cache, page_slots, cut, h2o.method.fields, h2o.reads_part, h2o.quantizes
         )
 
 
@@ -110,6 +110,7 @@ class _CUDABuilder(H2OMetadataBuilder):
                 max_rows, self.num_heads_q, spec.num_kv_heads, spec.head_size, budget,
                 spec.largest_budget, self.device, logit_slots=self._logit_slots,
                 dense_budget=spec.dense_budget,
+                page_slots=spec.page_slots * spec.h2o.reads_part,
             )  # fmt: skip
         return scratch
 

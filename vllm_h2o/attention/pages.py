@@ -38,6 +38,8 @@ class Pages:
         key_scales: `[num_pages, num_kv_heads, block_size]` float32 where keys are int8
             (`policy.quantization`); None elsewhere.
         value_scales: The same of values.
+        bounds: `[num_pages, num_kv_heads, head_size]` float32 on CUDA where queries
+            read a part of the pages (`policy.sparse_read`); None elsewhere.
         thresholds: `[num_pages, num_kv_heads]` float32 where heads merge what they
             lose (`policy.merging`), the last of a page; None elsewhere.
         page_stride: Bytes from a page to that of the next number.
@@ -56,6 +58,7 @@ class Pages:
     thresholds: torch.Tensor | None = None
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
 
     @classmethod
     def view(
@@ -165,7 +168,12 @@ class Pages:
         )  # fmt: skip
 
     @classmethod
-    def view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str] = FIELDS) -> Pages:
+    def view_rows(
+        cls,
+        kv_cache: torch.Tensor,
+        fields: Sequence[str] = FIELDS,
+        reads_part: bool = False,
+    ) -> Pages:
         """View a cache whose tokens are rows of K beside V, as on CUDA.
 
         Args:
@@ -173,8 +181,9 @@ class Pages:
                 any order within a page, whose block stride leaves room for the
                 state of each page.
             fields: What the method keeps of a slot; none: dense pages, as `view_dense`.
+            reads_part: See `view`.
         """
-        pages = cls._view_rows(kv_cache, fields)
+        pages = cls._view_rows(kv_cache, fields, reads_part)
         pages.check_room(fields)
         return pages
 
@@ -185,6 +194,7 @@ class Pages:
         page_slots: int,
         cut: BlockCut,
         fields: Sequence[str] = FIELDS,
+        reads_part: bool = False,
         quantized: bool = False,
     ) -> Pages:
         """View the pages that resident blocks are cut into: rows head by head.
@@ -194,16 +204,19 @@ class Pages:
             page_slots: See `view_cut`, as are the others.
             cut: See there.
             fields: See there.
+            reads_part: See there.
             quantized: See there.
         """
         dtype = torch.int8 if quantized else kv_cache.dtype
         numbered = _numbered(kv_cache, page_slots, cut, dtype)
-        pages = cls._view_rows(numbered, fields)
+        pages = cls._view_rows(numbered, fields, reads_part)
         assert pages.page_bytes <= cut.page_step * cut.unit
         return pages
 
     @classmethod
-    def _view_rows(cls, kv_cache: torch.Tensor, fields: Sequence[str]) -> Pages:
+    def _view_rows(
+        cls, kv_cache: torch.Tensor, fields: Sequence[str], reads_part: bool
+    ) -> Pages:
         num_blocks, num_kv_heads, block_size, double_head = kv_cache.shape
         item = kv_cache.element_size()
         page_stride = kv_cache.stride(0) * item
@@ -211,7 +224,8 @@ class Pages:
         needed, num_scales = content, NUM_SCALES * (kv_cache.dtype == torch.int8)
         if fields:
             num_fields = len(fields) + num_scales
-            needed += state_bytes(num_kv_heads, block_size, num_fields)
+            of_page = floats_of_page(double_head // 2, block_size, reads_part, False)
+            needed += state_bytes(num_kv_heads, block_size, num_fields, of_page)
         spans = zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
         assert sum((n - 1) * stride for n, stride in spans) * item < content, (
             "the heads and tokens of a page do not lie together"
@@ -219,9 +233,17 @@ class Pages:
         keys, values = kv_cache.split(double_head // 2, dim=3)
         first = int(kv_cache.storage_offset()) * item + content
         state, births, scales = _state(kv_cache, first, fields, num_scales)
+        bounds = None
+        if fields and reads_part:  # they end the page
+            size = num_blocks, num_kv_heads, double_head // 2
+            at = (first - content + needed) // 4 - num_kv_heads * size[2]
+            bounds = _elements(kv_cache, torch.float32).as_strided(
+                size, (page_stride // 4, size[2], 1), at
+            )
+        key_scales, value_scales = scales or (None, None)
         return cls(
             keys.transpose(2, 3), values, state, births, page_stride, needed, content,
-            None, *scales,
+            None, key_scales, value_scales, bounds,
         )  # fmt: skip
 
     def check_room(self, fields: Sequence[str]) -> None:

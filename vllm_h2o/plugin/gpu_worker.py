@@ -174,6 +174,7 @@ def scratch_bytes(
         _logit_slots(vllm_config, spec, num_blocks),
         current_platform.device_type,
         spec.dense_budget,
+        spec.page_slots * spec.h2o.reads_part,
     )
 
 

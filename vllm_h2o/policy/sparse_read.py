@@ -10,7 +10,7 @@ import math
 
 import torch
 
-_HIGHEST_SHARE = 0.6
+HIGHEST_SHARE = 0.6
 """The authors' weight of a page's highest keys, beside its lowest (their alpha)."""
 
 
@@ -43,7 +43,7 @@ def pages_read(
     shape = (num_pages, keys.shape[1])
     highest = keys.new_full(shape, -math.inf).scatter_reduce(0, at, keys, "amax")
     lowest = keys.new_full(shape, math.inf).scatter_reduce(0, at, keys, "amin")
-    bound = (_HIGHEST_SHARE * highest + (1 - _HIGHEST_SHARE) * lowest) @ query.sum(0)
+    bound = (HIGHEST_SHARE * highest + (1 - HIGHEST_SHARE) * lowest) @ query.sum(0)
     read = torch.zeros(num_pages, dtype=torch.bool)
     read[page[always]] = True
     others = (~read).nonzero().flatten()

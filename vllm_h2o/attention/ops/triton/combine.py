@@ -8,6 +8,7 @@ import triton.language as tl
 from vllm_h2o.attention.ops.triton.decode import VARYING
 from vllm_h2o.attention.ops.triton.graduate import graduate, write_token
 from vllm_h2o.attention.ops.triton.slots import (
+    first_page_of,
     head_and_part,
     is_occupied,
     logits_before,
@@ -29,11 +30,13 @@ def combine_kernel(
     table, table_stride, sizes, lists, positions, counts, starts, draft,
     first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
-    losers, leaving_attention, sink_logits,
+    losers, leaving_attention, read_pages, read_flags, read_counts,
+    sink_logits,
     score_decay, max_splits, least_split, split_slots, tile,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     UNIT: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
+    READ: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_H: tl.constexpr,
     PADS: tl.constexpr,
@@ -100,6 +103,14 @@ def combine_kernel(
     # Splits past the length wrote nothing.
     num_splits = tl.cdiv(length, split_slots)
     first_partial = item * max_splits * GROUP
+    scores_now = position >= tl.load(first_queries + row).to(tl.int32)
+    if READ:
+        pages_read = tl.load(read_counts + item, mask=scores_now, other=0)
+        of_pages = tl.cdiv(pages_read * BLOCK_SIZE, split_slots)
+        num_splits = tl.where(scores_now, of_pages, num_splits)
+        read_flags += first_page_of(
+            logit_starts, row, sizes, entry, head, position, item, BUDGET, BLOCK_SIZE
+        )
 
     if part < GROUP:
         merge_head(
@@ -107,7 +118,6 @@ def combine_kernel(
             first_partial + part, sink_logits, head * GROUP + part, num_splits,
             GROUP, HEAD_SIZE, BLOCK_P, BLOCK_D,
         )  # fmt: skip
-    scores_now = position >= tl.load(first_queries + row).to(tl.int32)
     if SCORED:  # noqa: SIM102  one is known when it is compiled
         if scores_now & (part * BLOCK_T < length):
             first = tl.load(logit_starts + row)
@@ -115,9 +125,10 @@ def combine_kernel(
             update_scores(
                 attention, state_strides, state, logits + first * GROUP,
                 partial_maxima + first_partial, partial_sums + first_partial,
-                losers + item, leaving_attention + item, sink_logits, score_decay,
+                losers + item, leaving_attention + item, read_flags,
+                sink_logits, score_decay,
                 part * BLOCK_T + tl.arange(0, BLOCK_T), num_splits, head, place,
-                slot, budget, length, GROUP, BLOCK_SIZE, UNIT, COMPETES,
+                slot, budget, length, GROUP, BLOCK_SIZE, UNIT, COMPETES, READ,
                 BLOCK_G, BLOCK_P,
             )  # fmt: skip
     if part == 0:
@@ -173,14 +184,15 @@ def merge_head(
 @triton.jit
 def update_scores(
     attention, state_strides, state, logits, partial_maxima, partial_sums,
-    loser, leaving_attention, sink_logits, score_decay, slots, num_splits, head, place,
-    slot, budget, length, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    UNIT: tl.constexpr, COMPETES: tl.constexpr,
+    loser, leaving_attention, read_flags, sink_logits, score_decay, slots, num_splits,
+    head, place, slot, budget, length, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    UNIT: tl.constexpr, COMPETES: tl.constexpr, READ: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Add this query's probabilities to the attention of `slots`.
 
-    `logits`: of the KV head's query heads, `length` each.
+    `logits`: of the KV head's query heads, `length` each. With READ what is in pages
+    that are not read gets nothing.
     """
     g, split = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P)
     in_group = g < GROUP
@@ -198,9 +210,13 @@ def update_scores(
         total += tl.exp(sink - maximum)
 
     held = is_occupied(slots, place, slot, budget, UNIT)
+    gets = held
+    if READ:
+        flags = tl.load(read_flags + slots // BLOCK_SIZE, mask=held, other=0)
+        gets = held & (flags != 0)
     z = tl.load(
         logits + g[:, None] * length + slots[None, :],
-        mask=in_group[:, None] & held[None, :],
+        mask=in_group[:, None] & gets[None, :],
         other=float("-inf"),
     )
     received = tl.exp(z - maximum[:, None]) / tl.where(in_group, total, 1.0)[:, None]

@@ -8,6 +8,7 @@ import triton.language as tl
 from vllm_h2o.attention.ops.triton.graduate import NOBODY, find_loser
 from vllm_h2o.attention.ops.triton.quantization import rounded
 from vllm_h2o.attention.ops.triton.slots import (
+    first_page_of,
     head_and_part,
     is_occupied,
     logits_before,
@@ -37,12 +38,13 @@ def attend_kernel(
     table, table_stride, sizes, lists, positions, counts, starts, draft,
     first_queries, placements, grown_at,
     logits, logit_starts, partial_outputs, partial_maxima, partial_sums,
-    losers, leaving_attention,
+    losers, leaving_attention, read_pages, read_flags, read_counts,
     scale, softcap, max_splits, least_split, split_slots, tile,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     PINNED: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr, SCORED: tl.constexpr, COMPETES: tl.constexpr,
+    READ: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_U: tl.constexpr, BLOCK_H: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
@@ -67,9 +69,10 @@ def attend_kernel(
     pages are not written here, because other splits of the head are reading
     them; a graduate is read where it still is, the new token from `key` and
     `value`, and `combine_kernel` moves both. Every split that holds heavy slots
-    finds the loser for itself. exp(z - m) is rounded to the type of Q before it
-    multiplies V. Keys and values in int8 are read as steps: z and exp(z - m) are
-    multiplied by their scales.
+    finds the loser for itself. With READ `rank_kernel` has found it, and a row that
+    scores reads the pages which that has listed, one after the other. exp(z - m) is
+    rounded to the type of Q before it multiplies V. Keys and values in int8 are read as
+    steps: z and exp(z - m) are multiplied by their scales.
     """
     row = tl.program_id(0)
     position, token = token_of(positions, counts, starts, row, draft)
@@ -85,8 +88,14 @@ def attend_kernel(
     entry = first_entry + head
     heavy, budget = sizes_of(sizes, entry, HEAVY, BUDGET)
     place = place_of(position, sizes, entry, grown_at, row)
-    start = split * split_slots
-    end = tl.minimum(start + split_slots, tl.minimum(place + 1, budget))
+    item = row.to(tl.int64) * NUM_KV_HEADS + head
+    start, length = split * split_slots, tl.minimum(place + 1, budget)
+    reads_part = False
+    if READ:
+        reads_part = position >= tl.load(first_queries + row).to(tl.int32)
+        pages_read = tl.load(read_counts + item, mask=reads_part, other=0)
+        length = tl.where(reads_part, pages_read * BLOCK_SIZE, length)
+    end = tl.minimum(start + split_slots, length)
     if start >= end:
         return
     table += row.to(tl.int64) * table_stride
@@ -94,10 +103,11 @@ def attend_kernel(
     if lists is not None:
         places, state = places_of(table, sizes, lists, entry)
     slot = slot_of(place, heavy, budget)
-    item = row.to(tl.int64) * NUM_KV_HEADS + head
 
     loser = tl.full((), NOBODY, tl.int32)
-    if COMPETES:
+    if COMPETES and READ:
+        loser = tl.load(losers + item)
+    elif COMPETES:
         graduates = (place >= budget) & (place % UNIT == 0)
         if graduates & (start < heavy):
             loser = find_loser(
@@ -128,6 +138,11 @@ def attend_kernel(
     new_z = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale
     new_z = soft_capped(new_z, softcap, SOFTCAP)
     holds_new = (slot >= start) & (slot < end)
+    if READ:
+        first_page = first_page_of(
+            logit_starts, row, sizes, entry, head, position, item, BUDGET, BLOCK_SIZE
+        )
+        holds_new = tl.where(reads_part, split == 0, holds_new)
     z_rows = item * GROUP + g
     scored_end = end
     if SCORED:
@@ -145,8 +160,15 @@ def attend_kernel(
     output += tl.where(holds_new, new_v, 0.0)[None, :]
 
     for first in range(start, end, BLOCK_S):
-        s = first + tl.arange(0, BLOCK_S)
-        held = is_occupied(s, place, slot, budget, UNIT) & (s < end) & (s != slot)
+        at_s = first + tl.arange(0, BLOCK_S)
+        s = at_s
+        if READ:
+            listed = at_s < tl.where(reads_part, end, 0)
+            page = read_pages + first_page + at_s // BLOCK_SIZE
+            page = tl.load(page, mask=listed, other=0)
+            s = tl.where(listed, page * BLOCK_SIZE + at_s % BLOCK_SIZE, at_s)
+        exists = at_s < end
+        held = is_occupied(s, place, slot, budget, UNIT) & exists & (s != slot)
         source = s
         if COMPETES:
             replaced = (s >= loser) & (s < loser + UNIT)
@@ -160,12 +182,12 @@ def attend_kernel(
             k = k.to(tl.float32).to(q.dtype)  # no type between loses a step
         z = tl.dot(q, k, input_precision="ieee") * scale
         if key_scales is not None:
-            at_s = page_offsets(state, source, held, head, state_strides, BLOCK_SIZE)
-            z *= tl.load(key_scales + at_s, mask=held, other=0.0)[None, :]
+            scaled = page_offsets(state, source, held, head, state_strides, BLOCK_SIZE)
+            z *= tl.load(key_scales + scaled, mask=held, other=0.0)[None, :]
         z = soft_capped(z, softcap, SOFTCAP)
         if SCORED:
             at_z = z_rows[:, None] + s[None, :]
-            scored = held & (s < scored_end)
+            scored = held & (at_s < scored_end)
             tl.store(logits + at_z, z, mask=in_group[:, None] & scored[None, :])
         z = tl.where(held[None, :], z, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(z, axis=1))
@@ -182,7 +204,7 @@ def attend_kernel(
         output = output * rescale[:, None]
         if value_scales is not None:
             v = v.to(tl.float32).to(q.dtype)
-            scales = tl.load(value_scales + at_s, mask=held, other=0.0)
+            scales = tl.load(value_scales + scaled, mask=held, other=0.0)
             if q.dtype == tl.float16:
                 # As parts of the largest: as they are they leave it few digits.
                 largest = tl.max(scales, axis=0)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import Held, LayerParams, ScoredLayer
+from vllm_h2o.attention.ops.triton.bounds import set_bounds
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
     page_arguments,
@@ -162,6 +163,7 @@ def order_rings(layers: Sequence[ScoredLayer], held: Held) -> None:
         of_slot = 2 * keys.shape[2] * keys.element_size() + 4 * (2 + NUM_SCALES)
         for part in batch.parts(keys.shape[1] * most * of_slot):
             _order(part, held, most)
+            set_bounds(part, held)  # The ring's pages join the heavy set.
 
 
 def _order(batch: LayerBatch, held: Held, most: int) -> None:

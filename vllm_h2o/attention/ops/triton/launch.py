@@ -18,6 +18,7 @@ from vllm_h2o.attention.ops import Capability, DraftLog, LayerParams, ResidentRo
 from vllm_h2o.attention.ops.triton.combine import combine_kernel
 from vllm_h2o.attention.ops.triton.decode import attend_kernel
 from vllm_h2o.attention.ops.triton.drafts import note_drafts
+from vllm_h2o.attention.ops.triton.sparse_read import BILLION, PAGE_TILE, rank_kernel
 from vllm_h2o.attention.ops.triton.splitting import (
     LEAST_SPLIT,
     DecodeScratch,
@@ -29,7 +30,9 @@ from vllm_h2o.attention.pages import Pages
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
-CAPABILITIES = frozenset({Capability.INT8, Capability.CHUNKS, Capability.DRAFTS})
+CAPABILITIES = frozenset(
+    {Capability.INT8, Capability.CHUNKS, Capability.DRAFTS, Capability.READ}
+)
 """What the kernels have beside."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_SIZE = 512
@@ -40,6 +43,8 @@ and more than these spill."""
 _COPIED = 8192
 """Elements of K, and of V, that a program holds at once to copy them, or to read a
 gate's word off them."""
+_RANKED = 8192
+"""Elements of the bounds of pages that a program holds at once to rank them."""
 SCORE_TILE = 512
 """Slots whose attention one program updates."""
 CANDIDATE_TILE = 1024
@@ -85,6 +90,7 @@ def decode_resident(
         scratch = DecodeScratch.allocate(
             num_rows, num_heads, num_kv_heads, head_size, params.layout.budget,
             params.largest_budget, query.device,
+            page_slots=layout.block_size if params.read < 1.0 else 0,
         )  # fmt: skip
     scored = not rows.stay_dense
     starts = logit_starts_of(rows, num_kv_heads, params) if scored else None
@@ -114,8 +120,20 @@ def decode_resident(
         "partial_outputs": scratch.outputs,
         "partial_maxima": scratch.maxima, "partial_sums": scratch.sums,
         "losers": scratch.losers, "leaving_attention": scratch.leaving_attention,
-        **shapes,
+        **read_arguments(scratch, shapes["READ"] > 0), **shapes,
     }  # fmt: skip
+    candidates = max(1, CANDIDATE_TILE // shapes["BLOCK_U"])
+    if shapes["READ"]:
+        assert rows.counts is None and log is None, "drafts are read whole"
+        assert pages.bounds is not None and scratch.reads is not None
+        rank_kernel[(num_rows, num_kv_heads)](
+            query=query, query_strides=query.stride()[:2], draft=0,
+            bounds=pages.bounds, read_images=scratch.reads[2],
+            PINNED=layout.pinned_slots, MEAN=params.fused_form == "mean",
+            BLOCK_P=triton.next_power_of_2(layout.block_size), CANDIDATES=candidates,
+            PAGES=rows_of(head_size, _RANKED, 64), TILE=PAGE_TILE, num_warps=4,
+            **shared,
+        )  # fmt: skip
     for draft in range(rows.most_tokens):
         attend_kernel[attend_grid](
             query=query, query_strides=query.stride()[:2], draft=draft,
@@ -123,7 +141,7 @@ def decode_resident(
             PINNED=layout.pinned_slots, SOFTCAP=params.softcap > 0.0,
             MEAN=params.fused_form == "mean",
             BLOCK_S=tile,
-            CANDIDATES=max(1, CANDIDATE_TILE // shapes["BLOCK_U"]),
+            CANDIDATES=candidates,
             num_warps=scratch.tuning.num_warps, num_stages=scratch.tuning.num_stages,
             **shared,
         )  # fmt: skip
@@ -172,6 +190,15 @@ def table_arguments(tables: DeviceTables | None) -> dict[str, Any]:
     if tables is None:
         return {"sizes": None, "lists": None}
     return {"sizes": tables.sizes, "lists": tables.pages and tuple(tables.pages)}
+
+
+def read_arguments(scratch: DecodeScratch, reads_part: bool) -> dict[str, Any]:
+    """Kernel arguments that say which pages queries read, if it is a part of them."""
+    pages, flags, _ = (None,) * 3 if scratch.reads is None else scratch.reads
+    counts = scratch.read_counts
+    assert not reads_part or (pages is not None and counts is not None)
+    named = {"read_pages": pages, "read_flags": flags, "read_counts": counts}
+    return named if reads_part else dict.fromkeys(named)
 
 
 def page_arguments(pages: Pages) -> dict[str, Any]:
@@ -273,6 +300,7 @@ def _shapes(
         "BLOCK_SIZE": layout.block_size, "HEAVY": layout.heavy_slots,
         "BUDGET": layout.budget, "UNIT": unit,
         "SCORED": scored,
+        "READ": round(params.read * BILLION) % BILLION if scored else 0,
         "COMPETES": scored and layout.pinned_slots < layout.heavy_slots,
         "max_splits": splits, "split_slots": split_slots, "tile": tile,
         "least_split": min(split_slots, LEAST_SPLIT),

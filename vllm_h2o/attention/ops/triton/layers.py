@@ -193,7 +193,7 @@ def _distances(layers: list[ScoredLayer]) -> torch.Tensor:
 def _within(pages: Pages) -> list[int]:
     """Where values and state are in memory, in bytes behind what they move with."""
     vectors = pages.values.data_ptr() - pages.keys.data_ptr()
-    state = [*pages.state.values(), pages.key_scales, pages.value_scales]
+    state = [*pages.state.values(), pages.key_scales, pages.value_scales, pages.bounds]
     births = pages.births.data_ptr()
     return [vectors, *(x.data_ptr() - births for x in state if x is not None)]
 

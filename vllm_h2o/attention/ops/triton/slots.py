@@ -45,6 +45,21 @@ def logits_before(sizes, entry, head, position, BUDGET: tl.constexpr):
 
 
 @triton.jit
+def first_page_of(
+    logit_starts, row, sizes, entry, head, position, item,
+    BUDGET: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Where what a row that scores has of its pages in a KV head begins.
+
+    Packed as its logits are: a page has BLOCK_SIZE of these, and each KV head one page
+    more, as none begins where the last page of the one before ends.
+    """
+    first = tl.load(logit_starts + row)
+    first += logits_before(sizes, entry, head, position, BUDGET)
+    return first // BLOCK_SIZE + item
+
+
+@triton.jit
 def head_and_part(
     sizes, first_entry, part_slots, fewest,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,

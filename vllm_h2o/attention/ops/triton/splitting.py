@@ -52,6 +52,10 @@ class DecodeScratch:
         losers: `[max_rows * num_kv_heads]` int32.
         leaving_attention: `[max_rows * num_kv_heads]` float32.
         tuning: What it was allocated for.
+        reads: `[3, pages]` int32 where queries read a part of the pages: which are
+            read, whether a page is, and what pages compete by; of rows that score, see
+            `first_page_of` of the Triton kernels.
+        read_counts: `[max_rows * num_kv_heads]` int32 how many are read.
     """
 
     logits: torch.Tensor
@@ -61,6 +65,8 @@ class DecodeScratch:
     losers: torch.Tensor
     leaving_attention: torch.Tensor
     tuning: Tuning
+    reads: torch.Tensor | None = None
+    read_counts: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -75,13 +81,15 @@ class DecodeScratch:
         tuning: Tuning | None = None,
         logit_slots: int | None = None,
         dense_budget: int = 0,
+        page_slots: int = 0,
     ) -> DecodeScratch:
         """Scratch for batches of up to `max_rows` rows.
 
         KV heads have `budget` slots on average, none more than `largest_budget`; the
         rows that score have `logit_slots` together, over their KV heads (None: the
         most that `max_rows` could have). Rows that stay dense have `dense_budget` in a
-        call of their own (0: there is none).
+        call of their own (0: there is none). Queries that read a part of the pages have
+        pages of `page_slots` (0: they read all).
         """
         if logit_slots is None:
             logit_slots = max_rows * num_kv_heads * largest_budget
@@ -91,16 +99,19 @@ class DecodeScratch:
             ((budget, largest_budget), (dense_budget, dense_budget)), device, tuning,
         )  # fmt: skip
         floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+        ints = functools.partial(torch.empty, dtype=torch.int32, device=device)
+        items = max_rows * num_kv_heads
+        pages = page_slots and pages_of(logit_slots, page_slots, items)
         return cls(
             logits=floats(logit_slots * (num_heads // num_kv_heads)),
             outputs=floats(partials * head_size),
             maxima=floats(partials),
             sums=floats(partials),
-            losers=torch.empty(
-                max_rows * num_kv_heads, dtype=torch.int32, device=device
-            ),
-            leaving_attention=floats(max_rows * num_kv_heads),
+            losers=ints(items),
+            leaving_attention=floats(items),
             tuning=tuning,
+            reads=ints(3, pages) if pages else None,
+            read_counts=ints(items) if pages else None,
         )
 
     @staticmethod
@@ -114,6 +125,7 @@ class DecodeScratch:
         logit_slots: int,
         device_type: str,
         dense_budget: int = 0,
+        page_slots: int = 0,
     ) -> int:
         """Bytes that `allocate` takes with the default tuning."""
         device = torch.device(device_type)
@@ -121,8 +133,22 @@ class DecodeScratch:
             max_rows, num_heads, num_kv_heads, head_size,
             ((budget, largest_budget), (dense_budget, dense_budget)), device, Tuning(),
         )  # fmt: skip
-        words = logit_slots * (num_heads // num_kv_heads) + 2 * max_rows * num_kv_heads
+        items = max_rows * num_kv_heads
+        words = logit_slots * (num_heads // num_kv_heads) + 2 * items
+        if page_slots:
+            words += 3 * pages_of(logit_slots, page_slots, items) + items
         return 4 * (words + partials * (head_size + 2))
+
+
+def pages_of(logit_slots: int, page_slots: int, items: int) -> int:
+    """Room for a number of each page of all rows that score.
+
+    Args:
+        logit_slots: Of these rows' KV heads.
+        page_slots: Of a page.
+        items: Rows times KV heads, at most.
+    """
+    return logit_slots // page_slots + items
 
 
 def slots_with_logits(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import Held, Kept, ScoredLayer
+from vllm_h2o.attention.ops.triton.bounds import set_bounds
 from vllm_h2o.attention.ops.triton.launch import (
     copied_tokens,
     page_arguments,
@@ -242,6 +244,7 @@ def transition(
             scores, _ = stacked([layer.state["attention"] for layer in part.layers])
             kept = select(part, scores, held.placement, first_query, config)
             copy_kept(part, scores, source_blocks, held.pages, held.placement, kept)
+            set_bounds(part, replace(held, num_tokens=scores.shape[2], grown_at=0))
 
 
 def _scratch_bytes(batch: LayerBatch, placement: int, in_place: bool) -> int:
