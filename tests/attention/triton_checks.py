@@ -70,7 +70,11 @@ def check_bounds(step, pages):
         position = int(step.rows.positions[row])
         of_row = pages, step.rows.block_table[row], layout, position
         expected = bounds_of(*of_row, expected)
-    torch.testing.assert_close(pages.bounds, expected, rtol=0, atol=0, equal_nan=True)
+    # A GPU rounds a product and a sum once where torch rounds both.
+    off = 0.0 if DEVICE.type == "cpu" else 1e-6
+    torch.testing.assert_close(
+        pages.bounds, expected, rtol=off, atol=off, equal_nan=True
+    )
 
 
 SCALE = 0.17

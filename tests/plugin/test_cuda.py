@@ -303,6 +303,14 @@ def test_dense_rows_beside_int8_have_scratch_of_their_own(on_cuda, monkeypatch):
     parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
     assert taken == sum(part.nbytes for part in parts)
     assert taken > DecodeScratch.bytes_of(*heads, budget, budget, slots, "cpu")
+    # Where queries read a part of pages of 16.
+    sizes = *heads, budget, budget
+    cpu = torch.device("cpu")
+    scratch = DecodeScratch.allocate(*sizes, cpu, None, slots, dense, page_slots=16)
+    parts = [part for part in vars(scratch).values() if torch.is_tensor(part)]
+    assert scratch.reads.shape == (3, -(-(slots // 16 + 7 * 3) // 4) * 4)
+    taken = DecodeScratch.bytes_of(*sizes, slots, "cpu", dense, page_slots=16)
+    assert taken == sum(part.nbytes for part in parts)
 
 
 @pytest.mark.parametrize(

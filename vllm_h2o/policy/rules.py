@@ -343,10 +343,11 @@ def check_kernels(
         raise ValueError(f"{_given('score', config.score)} {lacking}, or use {one}")
     asked = [row for row in KERNELS if row.when.hold(getattr(config, row.option))]
     together = {row.capability for row in asked} >= ONE_AT_A_TIME
-    for row in asked:
-        beside = together and row.capability in ONE_AT_A_TIME
-        if row.capability not in capabilities or beside:
-            with_ = " beside h2o_merge (--h2o-merge)" if beside else ""
+    # First what has no kernel in any case.
+    for row in sorted(asked, key=lambda row: row.capability in capabilities):
+        lacks = row.capability not in capabilities
+        if lacks or (together and row.capability in ONE_AT_A_TIME):
+            with_ = "" if lacks else " beside h2o_merge (--h2o-merge)"
             raise ValueError(
                 f"{_given(row.option, getattr(config, row.option))}{with_} {lacking}, "
                 f"or use h2o_{row.option}={shown(row.off)}"

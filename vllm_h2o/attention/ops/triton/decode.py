@@ -63,7 +63,7 @@ def attend_kernel(
     depends on budgets by head and on the number of rows is no constant: each layer and
     each batch would compile anew. The GROUP query heads of a KV head share each read
     of K and V. Writes `m`, `l`, `o` of the split, the logits `z` if the row's query
-    scores, and (split 0) who loses its slot.
+    scores, and (split 0, without READ) who loses its slot.
 
     Reference: graduate, write and attend of ops/reference.py. Deviations: the
     pages are not written here, because other splits of the head are reading

@@ -1,4 +1,4 @@
-"""The decode step on CUDA: two kernels.
+"""The decode step on CUDA: two kernels, or three where queries read a part.
 
 `attend_kernel` reads the pages split by split, `combine_kernel` merges and
 rewrites what the step changes. Everything the kernels need to know of a step
@@ -282,7 +282,7 @@ def _shapes(
     scratch: DecodeScratch,
     scored: bool,
 ) -> dict[str, Any]:
-    """The sizes that both kernels share; in capitals what they are compiled for."""
+    """The sizes that the kernels share; in capitals what they are compiled for."""
     num_heads, head_size = query.shape[1:]
     layout, largest = params.layout, params.largest_budget
     tile = tile_slots(scratch.tuning, query)
