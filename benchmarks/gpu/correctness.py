@@ -52,7 +52,8 @@ def check_all(tiny: bool) -> list[dict[str, Any]]:
 
 
 def _checks() -> itertools.chain[tuple[str, Callable[[], Any]]]:
-    return itertools.chain(_prompts(), _choices(), _steps(), _by_head(), _shapes())
+    kinds = _prompts(), _choices(), _steps(), _by_head(), _parts(), _shapes()
+    return itertools.chain(*kinds)
 
 
 def _steps():
@@ -76,6 +77,17 @@ def _by_head():
             f"step by head: {dtype} head {size}, layer {layer}",
             lambda d=dtype, s=size, i=layer: check_heads(
                 i, [5, 47, 48, 60, 79, 80, 137, -1], d, s
+            ),
+        )
+
+
+def _parts():
+    """Queries that read a part of the pages, in pages of other layers too."""
+    for dtype, layer in zip(_DTYPES, range(3), strict=True):
+        yield (
+            f"step that reads a part: {dtype}, layer {layer}",
+            lambda d=dtype, i=layer: check_heads(
+                i, [5, 47, 48, 64, 80, 137, -1], d, 128, read=0.3
             ),
         )
 

@@ -135,20 +135,24 @@ def launch_all(dtype, head_size, group, block_size, softcap, kind, reads=False):
         read(query, dense, pages, table[0], params, UNIFORM, 9)
 
 
-def launch_sparse(dtype, head_size, group, block_size):
+def launch_sparse(dtype, head_size, group, block_size, kind):
     """Decode by queries that read a part, and make the bounds of what is compressed."""
-    layout = SlotLayout(block_size, 1024, 1024, 4, False)
-    pages = empty_pages(4, 2, head_size, block_size, dtype, reads_part=True)
-    own = placements_of(pages, [512, 1024])
+    layout = SlotLayout(block_size, 1024, 1024, 4, kind == "blocks")
+    of = torch.int8 if kind == "int8" else dtype
+    pages = empty_pages(4, 2, head_size, block_size, of, reads_part=True)
+    dense = empty_pages(4, 2, head_size, block_size, dtype)
+    own = placements_of(pages, [512, 1024]) if kind == "by head" else None
     params = LayerParams(layout, 0.1, 0.0, Mean(), own, read=0.2)
     query = torch.empty(3, 2 * group, head_size, dtype=dtype)
     key = torch.empty(3, 2, head_size, dtype=dtype)
     table = torch.empty(3, layout.budget_blocks, dtype=torch.int32)
     zeros = torch.zeros(3, dtype=torch.long)
-    rows = ResidentRows(table, zeros, zeros, placements=zeros.int(), grown_at=zeros)
+    by_head = {"placements": zeros.int(), "grown_at": zeros} if own else {}
+    rows = ResidentRows(table, zeros, zeros, **by_head)
     decode_resident(query, key, key, pages, rows, params, query)
-    layer = ScoredLayer(pages, {"attention": torch.zeros(2, 48)}, params)
-    transition([layer], torch.zeros(3).int(), Held(table[0], BY_HEAD), 0, H2OConfig())
+    layer = ScoredLayer(pages, {"attention": torch.zeros(2, 48)}, params, dense)
+    held = Held(table[0], BY_HEAD if own else UNIFORM)
+    transition([layer], torch.zeros(3).int(), held, 0, H2OConfig())
 
 
 def decode_drafts(query, key, pages, rows, params):
@@ -265,8 +269,11 @@ if __name__ == "__main__":
     launch_all(torch.float32, 80, 1, 48, softcap=30.0, kind="blocks", reads=True)
     launch_all(torch.bfloat16, 512, 16, 32, softcap=0.0, kind="int8", reads=True)
     launch_all(torch.bfloat16, 256, 32, 32, softcap=0.0, kind="by head")
-    launch_sparse(torch.bfloat16, 128, 4, 16)
-    launch_sparse(torch.bfloat16, 512, 16, 48)
+    launch_sparse(torch.bfloat16, 128, 4, 16, "by head")
+    launch_sparse(torch.bfloat16, 512, 16, 64, "by head")
+    launch_sparse(torch.float16, 64, 4, 48, "int8")
+    launch_sparse(torch.float32, 64, 1, 32, "blocks")
+    launch_sparse(torch.bfloat16, 64, 7, 16, "tokens")
     shared = {}
     for name, kernel in compiled:
         shared[name] = max(shared.get(name, 0), kernel.metadata.shared)

@@ -10,7 +10,7 @@ import pytest
 from tests.attention.compile_triton import SPARSE
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile(capability):
     command = [sys.executable, "-m", "tests.attention.compile_triton", str(capability)]
     env = os.environ | {"TRITON_INTERPRET": "0"}

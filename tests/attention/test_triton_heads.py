@@ -15,10 +15,12 @@ from tests.attention.triton_heads import (
 )
 from tests.attention.triton_state import DEVICE, clone, content, empty_pages
 from vllm_h2o.attention.ops import Held, ScoredLayer, reference
+from vllm_h2o.attention.ops.chunks import held_heads
 from vllm_h2o.attention.ops.triton import launch, order_rings, transition
 from vllm_h2o.attention.ops.triton import layers as batching
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.methods import Mean, Sum
+from vllm_h2o.policy.sparse_read import HIGHEST_SHARE
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -238,9 +240,57 @@ def test_tokens_come_from_pages_of_another_size(dense_size, dtype):
     assert not torch.equal(results[1][0], content(layers[0]))
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize(("layer", "quantized"), [(0, False), (1, True), (2, False)])
 def test_queries_that_read_a_part(layer, quantized):
     """In pages of other layers, of rows that append, graduate and have grown."""
     positions, grown_at = [5, 47, 48, 64, 80, 137, -1], [0, 0, 0, 60, 0, 60, 0]
     check_heads(layer, positions, grown_at=grown_at, quantized=quantized, read=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+@pytest.mark.parametrize("what", ["prompt", "short prompt", "in place", "rings"])
+def test_bounds_are_made_where_tokens_move(what, dtype):
+    """Of all layers, in pages of others, also of a page that is not full."""
+    layers, table = make_layers(dtype, 64, 16, 2, reads_part=True)
+    own = [clone(pages, DEVICE) for pages in layers]
+    params = [replace(params_of(own, i, 16), read=0.3) for i in range(3)]
+    resident = table[0].to(DEVICE)
+    held = {
+        "prompt": Held(resident, BY_HEAD, 77),
+        "short prompt": Held(resident, UNIFORM, 37),
+        "in place": Held(resident, BY_HEAD, 48),
+        "rings": Held(resident, BY_HEAD, 90),
+    }[what]
+    if what == "rings":
+        order_rings([ScoredLayer(own[i], {}, params[i]) for i in range(3)], held)
+    else:
+        dense, blocks = None, resident
+        if what != "in place":
+            dense = empty_pages(9, 2, 64, 16, torch.float16, DEVICE)
+            for part in (dense.keys, dense.values):
+                part.copy_(torch.randn(part.shape))
+            blocks = torch.tensor([8, 1, 5, 3, 7]).int().to(DEVICE)
+        scores = torch.rand(3, 2, held.num_tokens, device=DEVICE)
+        scored = [
+            ScoredLayer(own[i], {"attention": scores[i]}, params[i], dense)
+            for i in range(3)
+        ]
+        transition(scored, blocks, held, 9, CONFIG)
+    on_cpu = [clone(pages, "cpu") for pages in own]
+    held = replace(held, pages=resident.cpu())
+    for i, pages in enumerate(on_cpu):
+        params = replace(params_of(on_cpu, i, 16), read=0.3)
+        for head in held_heads(pages, held, held.num_tokens, params):
+            check_bounds_of(head)
+
+
+def check_bounds_of(head):
+    """All pages that a KV head holds have the bound of the keys in them."""
+    assert head.count
+    for first in range(0, head.count, 16):
+        slots = torch.arange(first, min(first + 16, head.count))
+        keys = head.content.vectors("keys", slots)
+        expected = HIGHEST_SHARE * keys.amax(0) + (1 - HIGHEST_SHARE) * keys.amin(0)
+        pages, block = head.content.places[first // 16]
+        actual = pages.bounds[block, head.head]
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)

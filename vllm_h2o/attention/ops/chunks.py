@@ -134,6 +134,7 @@ class HeldHead:
 
     Attributes:
         head: The KV head.
+        content: What is in its slots.
         layout: Its slots.
         count: Tokens that it holds.
         most_places: Tokens that have had a place before the chunk's end.
@@ -152,7 +153,7 @@ class HeldHead:
     ) -> None:
         """Look at a head before tokens up to `end`; `content` has what is in its
         slots."""
-        self.head, self._content, self._quantized = head, content, pages.quantized
+        self.head, self.content, self._quantized = head, content, pages.quantized
         placement, num_kv_heads = held.placement, pages.keys.shape[1]
         self.layout = params.layouts_of(placement, num_kv_heads)[head]
         places = _places(held, held.num_tokens, head, self.layout, params)
@@ -166,11 +167,11 @@ class HeldHead:
     def get(self, what: str, slots: torch.Tensor) -> torch.Tensor:
         """Copy of the slots' content, `[n, ...]`: `keys`, `values`, `births`, scales,
         or a field."""
-        return self._content.get(what, slots)
+        return self.content.get(what, slots)
 
     def put(self, what: str, slots: torch.Tensor, content: torch.Tensor) -> None:
         """Overwrite the slots' content."""
-        self._content.put(what, slots, content)
+        self.content.put(what, slots, content)
 
     def vectors(self, what: str) -> torch.Tensor:
         """All held `keys` or `values`, `[count, head_size]` float32."""

@@ -6,7 +6,12 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.attention.ops import Held
-from vllm_h2o.attention.ops.triton.launch import page_arguments, table_arguments
+from vllm_h2o.attention.ops.triton.graduate import NOBODY
+from vllm_h2o.attention.ops.triton.launch import (
+    bound_rows,
+    page_arguments,
+    table_arguments,
+)
 from vllm_h2o.attention.ops.triton.layers import (
     KV,
     SIZES,
@@ -29,7 +34,7 @@ def bound_kernel(
     distances, placement, num_tokens, grown_at,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAVY: tl.constexpr, BUDGET: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Make the bound of one page of a KV head, of as many of its slots as are held.
 
@@ -52,11 +57,10 @@ def bound_kernel(
     if lists is not None:
         lists = lists_of_layer(lists, distances)
         places, state = places_of(blocks, sizes, lists, entry)
-    within, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    slots = page * BLOCK_SIZE + within
+    d = tl.arange(0, BLOCK_D)
     bound = bound_of(
-        keys, keys_strides, key_scales, state_strides, places, state, head, slots,
-        (within < BLOCK_SIZE) & (slots < count), HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
+        keys, keys_strides, key_scales, state_strides, places, state, head, page,
+        count, 0, NOBODY, 1, HEAD_SIZE, BLOCK_D, BLOCK_SIZE, ROWS,
     )  # fmt: skip
     at = bound_offsets(state, page, True, head, state_strides, HEAD_SIZE)
     tl.store(bounds + at + d, bound, mask=d < HEAD_SIZE)
@@ -85,6 +89,6 @@ def set_bounds(batch: LayerBatch, held: Held) -> None:
         num_tokens=held.num_tokens, grown_at=held.grown_at,
         HEAD_SIZE=head_size, BLOCK_SIZE=layout.block_size,
         HEAVY=layout.heavy_slots, BUDGET=layout.budget,
-        BLOCK_P=triton.next_power_of_2(layout.block_size),
+        ROWS=bound_rows(head_size, layout.block_size),
         BLOCK_D=triton.next_power_of_2(head_size), num_warps=4,
     )  # fmt: skip

@@ -130,7 +130,7 @@ def decode_resident(
             query=query, query_strides=query.stride()[:2], draft=0,
             bounds=pages.bounds, read_images=scratch.reads[2],
             PINNED=layout.pinned_slots, MEAN=params.fused_form == "mean",
-            BLOCK_P=triton.next_power_of_2(layout.block_size), CANDIDATES=candidates,
+            ROWS=bound_rows(head_size, layout.block_size), CANDIDATES=candidates,
             PAGES=rows_of(head_size, _RANKED, 64), TILE=PAGE_TILE, num_warps=4,
             **shared,
         )  # fmt: skip
@@ -250,6 +250,11 @@ def check_supported(
             f"query heads, this model has {num_heads} over {num_kv_heads}: drop "
             "--kv-policy"
         )
+
+
+def bound_rows(head_size: int, block_size: int) -> int:
+    """Keys of a page that a program has at once to bound them."""
+    return min(copied_tokens(head_size), triton.next_power_of_2(block_size))
 
 
 def copied_tokens(head_size: int) -> int:

@@ -35,21 +35,35 @@ PAGE_TILE = 1024
 
 @triton.jit
 def bound_of(
-    keys, keys_strides, key_scales, state_strides, places, state, head, slots, held,
-    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    keys, keys_strides, key_scales, state_strides, places, state, head, page, count,
+    slot, loser,
+    UNIT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK_D]` alpha * highest + (1 - alpha) * lowest key of slots, by element."""
+    """`[BLOCK_D]` alpha * highest + (1 - alpha) * lowest key of a page, by element.
+
+    Of its slots below `count`; what is in `slot` stands for what is in `loser`.
+    """
     d = tl.arange(0, BLOCK_D)
-    at = page_offsets(places, slots, held, head, keys_strides, BLOCK_SIZE)
-    mask = held[:, None] & (d < HEAD_SIZE)[None, :]
-    at = keys + at[:, None] + d[None, :] * keys_strides[3]
-    k = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if key_scales is not None:
-        at = page_offsets(state, slots, held, head, state_strides, BLOCK_SIZE)
-        k *= tl.load(key_scales + at, mask=held, other=0.0)[:, None]
-    counts = mask & (k == k)
-    highest = tl.max(tl.where(counts, k, float("-inf")), axis=0)
-    lowest = tl.min(tl.where(counts, k, float("inf")), axis=0)
+    highest = tl.full([BLOCK_D], float("-inf"), tl.float32)
+    lowest = tl.full([BLOCK_D], float("inf"), tl.float32)
+    for start in range(0, BLOCK_SIZE, ROWS):
+        within = start + tl.arange(0, ROWS)
+        slots = page * BLOCK_SIZE + within
+        held = (within < BLOCK_SIZE) & (slots < count)
+        moved = (slots >= loser) & (slots < loser + UNIT)
+        slots = tl.where(moved, slots - loser + slot, slots)
+        at = page_offsets(places, slots, held, head, keys_strides, BLOCK_SIZE)
+        mask = held[:, None] & (d < HEAD_SIZE)[None, :]
+        at = keys + at[:, None] + d[None, :] * keys_strides[3]
+        k = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if key_scales is not None:
+            at = page_offsets(state, slots, held, head, state_strides, BLOCK_SIZE)
+            k *= tl.load(key_scales + at, mask=held, other=0.0)[:, None]
+        counts = mask & (k == k)
+        high = tl.max(tl.where(counts, k, float("-inf")), axis=0)
+        highest = tl.maximum(highest, high)
+        lowest = tl.minimum(lowest, tl.min(tl.where(counts, k, float("inf")), axis=0))
     return _HIGHEST * highest + (1 - _HIGHEST) * lowest
 
 
@@ -82,7 +96,7 @@ def rank_kernel(
     BLOCK_SIZE: tl.constexpr, HEAVY: tl.constexpr, BUDGET: tl.constexpr,
     PINNED: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
     SCORED: tl.constexpr, COMPETES: tl.constexpr, READ: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_U: tl.constexpr, BLOCK_H: tl.constexpr, CANDIDATES: tl.constexpr,
     PAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -136,13 +150,9 @@ def rank_kernel(
     renewed = tl.where(fills, slot // BLOCK_SIZE - 1, -1)
     renewed = tl.where(loser >= 0, loser // BLOCK_SIZE, renewed)
     if renewed >= 0:
-        within = tl.arange(0, BLOCK_P)
-        slots, held = renewed * BLOCK_SIZE + within, within < BLOCK_SIZE
-        moved = (slots >= loser) & (slots < loser + UNIT)
-        slots = tl.where(moved, slots - loser + slot, slots)
         bound = bound_of(
-            keys, keys_strides, key_scales, state_strides, places, state, head, slots,
-            held, HEAD_SIZE, BLOCK_D, BLOCK_SIZE,
+            keys, keys_strides, key_scales, state_strides, places, state, head, renewed,
+            heavy, slot, loser, UNIT, HEAD_SIZE, BLOCK_D, BLOCK_SIZE, ROWS,
         )  # fmt: skip
         at = bound_offsets(state, renewed, True, head, state_strides, HEAD_SIZE)
         tl.store(bounds + at + d, bound, mask=in_head)
