@@ -6,6 +6,7 @@ import pytest
 
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.options import END, NONE
 from vllm_h2o.policy.presets import PRESETS
 from vllm_h2o.policy.request import (
     DEFAULTS,
@@ -462,3 +463,20 @@ def test_a_share_of_the_memory_leaves_something_to_compress(share, of_tokens):
     assert limits.layout.budget == pytest.approx(of_tokens * LONGEST, abs=BLOCK)
     assert limits.climb(None, 5000, 5100).budget < 5000
     assert limits.config.share_of_tokens("100%") == 1.0
+
+
+@pytest.mark.parametrize("keep", [NONE, END])
+def test_a_chunk_on_a_gpu_is_one_that_there_is_memory_for(keep):
+    """Where turns go on there is for any; `0` reads the prompt whole."""
+    config = replace(PRESETS["h2o"], prefill_chunk=1024, keep=keep)
+    for device in ("cpu", "cuda"):
+        limits = limits_of(config, device)
+        for asked in (0, 512, 1024):
+            options = RequestOptions.parse({"h2o_prefill_chunk": asked}, limits, MOST)
+            assert options.prefill_chunk == asked
+        longer = {"h2o_prefill_chunk": 1025}
+        if device == "cpu" or keep == END:
+            RequestOptions.parse(longer, limits, MOST)
+            continue
+        with pytest.raises(ValueError, match="1025.*at most 1024.*--h2o-prefill-chunk"):
+            RequestOptions.parse(longer, limits, MOST)

@@ -43,6 +43,7 @@ class RequestLimits:
         why_one_budget: Why all requests have the same budget; empty: they may differ.
         rounds: Whether a number that a request asks for is rounded up to a budget of
             the ladder: where the kernels read tables that are made once.
+        most_chunk: Tokens of a chunk that there is memory for; 0: any.
     """
 
     config: H2OConfig
@@ -50,6 +51,7 @@ class RequestLimits:
     ladder: Ladder
     why_one_budget: str = ""
     rounds: bool = False
+    most_chunk: int = 0
 
     @classmethod
     def of(
@@ -87,7 +89,11 @@ class RequestLimits:
                     f"on {device} they differ only where --h2o-budget has smaller ones "
                     "for shorter requests (--max-model-len, --h2o-min-budget)"
                 )
-        return cls(config, layout, ladder, why, device != "cpu" and not why)
+        # A turn that goes on may be as long as any request: there is memory for that.
+        counts = device != "cpu" and not config.keeps
+        most_chunk = config.prefill_chunk if counts else 0
+        rounds = device != "cpu" and not why
+        return cls(config, layout, ladder, why, rounds, most_chunk)
 
     @property
     def has_several(self) -> bool:
@@ -348,6 +354,9 @@ class RequestOptions:
         if most and not 0 < parsed <= most:
             fix = f"use 1 to {most}, as keys move up (--h2o-positions {CACHE})"
             raise _bad("prefill_chunk", asked, fix)
+        if (most := limits.most_chunk) and parsed > most:
+            fix = f"use at most {most}, which the server has memory for, or 0"
+            raise _bad("prefill_chunk", asked, f"{fix} (--h2o-prefill-chunk)")
         return parsed
 
     def _parsed_keep(self, config: H2OConfig) -> str | None:
