@@ -21,12 +21,14 @@ from tests.attention.triton_checks import (
     make_prompt,
     make_queries,
 )
+from tests.attention.triton_chunks import check_chunk_end, check_reading_on
 from tests.attention.triton_heads import check_heads
 from tests.attention.triton_state import DEVICE, make_step, params_of
 from vllm_h2o.attention.ops import LayerParams
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.layout import SlotLayout
+from vllm_h2o.policy.methods import Mean
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HEAD_SIZES = (64, 80, 96, 128, 256)
@@ -52,7 +54,9 @@ def check_all(tiny: bool) -> list[dict[str, Any]]:
 
 
 def _checks() -> itertools.chain[tuple[str, Callable[[], Any]]]:
-    kinds = _prompts(), _choices(), _steps(), _by_head(), _parts(), _shapes()
+    kinds = (
+        _prompts(), _choices(), _steps(), _by_head(), _parts(), _chunks(), _shapes(),
+    )  # fmt: skip
     return itertools.chain(*kinds)
 
 
@@ -89,6 +93,21 @@ def _parts():
             lambda d=dtype, i=layer: check_heads(
                 i, [5, 47, 48, 64, 80, 137, -1], d, 128, read=0.3
             ),
+        )
+
+
+def _chunks():
+    """Chunks beside what heads hold, and their ends, of budgets that have grown too."""
+    dtypes = *_DTYPES, torch.int8
+    for dtype, layer, grown_at in itertools.product(dtypes, range(3), (0, 90, 100)):
+        yield (
+            f"chunk: {dtype}, layer {layer}, {grown_at=}",
+            lambda d=dtype, i=layer, g=grown_at: check_reading_on(i, d, g),
+        )
+    for dtype, gated, grown_at in itertools.product(dtypes, (False, True), (0, 90)):
+        yield (
+            f"chunk's end: {dtype}, {gated=}, {grown_at=}",
+            lambda d=dtype, by=gated, g=grown_at: check_chunk_end(d, Mean(), by, g),
         )
 
 

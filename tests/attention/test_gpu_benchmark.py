@@ -23,6 +23,8 @@ def test_every_code_path_runs(tmp_path):
     kinds = [row["check"].split(":")[0] for row in result["correctness"]]
     assert sorted(kinds) == [
         "all queries",
+        "chunk",
+        "chunk's end",
         "gate",
         "selection block",
         "selection by head",
@@ -30,6 +32,7 @@ def test_every_code_path_runs(tmp_path):
         "step",
         "step block",
         "step by head",
+        "step that reads a part",
         "step token",
         "transition",
         "window",

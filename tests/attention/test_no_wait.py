@@ -18,6 +18,7 @@ from vllm.config import set_current_vllm_config
 
 from tests.attention.cuda_meta import DECODES, DEVICE, PROMPT, build, make_builder
 from tests.attention.triton_state import empty_pages
+from vllm_h2o.attention import prompts
 from vllm_h2o.attention.cuda_backend import H2OTritonAttentionImpl
 from vllm_h2o.attention.gate import LayerGate
 from vllm_h2o.attention.metadata import H2OMetadata
@@ -318,8 +319,11 @@ def test_a_layer_that_has_not_run_is_told(engine, layers, launched):
     assert not launched
 
 
-def test_reading_on(engine, layers, launched):
-    """The last step of a later chunk, and its compression."""
+@pytest.mark.parametrize(("together", "scratch"), [(2, 2**26), (1, 0)])
+def test_reading_on(monkeypatch, engine, layers, launched, together, scratch):
+    """The last step of a later chunk, and its compression: of all layers, or of one at
+    once where states of more would take too much memory."""
+    monkeypatch.setattr(prompts, "SCRATCH_BYTES", scratch)
     builder, _ = engine
     rows = {"reads": RowPlan(100, 5, 105, 73, 64, chunk_start=90, scored_from=58)}
     metadata, _ = build(builder, rows, guard=no_waiting)
@@ -337,10 +341,14 @@ def test_reading_on(engine, layers, launched):
         moved = [ScoredLayer(mine.pages, {}, mine.params) for mine in bound]
         triton.move_keys(moved, row.chunk.held)
     reads = ["stage_kernel", "read_kernel", "observe_kernel"]
-    # At the chunk's end out of the slots, and into them, all layers at once.
+    # At the chunk's end out of the slots, and into them.
     end = ["held_kernel", "gate_kernel", "held_kernel", "move_kernel"]
     moves = ["held_kernel"] * 2
-    assert launched == reads * len(layers) + end + moves and not row.layers
+    parts = len(layers) // together
+    expected = (reads * together + end) * parts + moves
+    assert launched == expected and not row.layers
+    row.transitions.run()
+    assert not row.transitions._state_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Reading on in Triton's copies of what is held against the torch reference."""
 
-import contextlib
-import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,13 +7,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.attention.triton_checks import TOLERANCE
-from tests.attention.triton_heads import BLOCKS, CONFIG, make_layers, params_of
-from tests.attention.triton_state import DEVICE, clone, content, empty_pages
+from tests.attention.triton_chunks import (
+    GROUP,
+    HEAD_SIZE,
+    SIZE,
+    check_chunk_end,
+    check_reading_on,
+    end_chunk,
+    moving,
+    read_on,
+)
+from tests.attention.triton_heads import BLOCKS, make_layers, params_of
+from tests.attention.triton_state import DEVICE, clone
 from tests.pairs import in_pairs
-from vllm_h2o.attention.gate import LayerGate
-from vllm_h2o.attention.ops import Chunk, Held, ScoredLayer, reference, triton
-from vllm_h2o.attention.ops.chunks import most_held
+from vllm_h2o.attention.ops import Held, ScoredLayer, reference, triton
 from vllm_h2o.attention.ops.triton import (
     chunk_end_bytes,
     chunks,
@@ -25,15 +30,6 @@ from vllm_h2o.attention.ops.triton import (
 )
 from vllm_h2o.attention.placements import BY_HEAD
 from vllm_h2o.policy.methods import Mean, Sum
-from vllm_h2o.policy.reach import MovingKeys, Reach
-
-SIZE, HEAD_SIZE, GROUP = 16, 64, 3
-HEAD_SIZES = 80, 64, 64
-"""By layer."""
-STEPS = 100, 120, 150
-IN_TURN = torch.tensor([4, 1, 5, 2, 0] * 2, dtype=torch.int32)
-"""Dense blocks of a chunk of 50 tokens, by position."""
-NOWHERE = contextlib.nullcontext()
 
 
 class Allocated(TorchDispatchMode):
@@ -50,39 +46,6 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-def read_on(kernels, device, layer, dtype, grown_at, inside=NOWHERE, **how):
-    """Attention of a chunk's steps, and all layers once it is compressed."""
-    head_size = HEAD_SIZES[layer]
-    layers, table = make_layers(dtype, head_size, SIZE, 1)
-    own = [clone(pages, device) for pages in layers]
-    params = replace(params_of(own, layer, SIZE, **how), group=GROUP)
-    model = torch.float32 if dtype == torch.int8 else dtype
-    random = functools.partial(torch.randn, generator=torch.Generator().manual_seed(3))
-    dense = empty_pages(6, 2, head_size, SIZE, model)
-    for part in (dense.keys, dense.values):
-        part.copy_(random(part.shape))
-    dense = clone(dense, device)
-    start, end = STEPS[0], STEPS[-1]
-    chunk = Chunk(
-        end, end - 24, start - 32, end - 24, IN_TURN.to(device),
-        Held(table[0].to(device), BY_HEAD, start, grown_at),
-    )  # fmt: skip
-    params.device_tables  # noqa: B018  Made when a layer is bound.
-    state, outputs = {}, []
-    for first, last in zip(STEPS, STEPS[1:], strict=False):
-        query = random((last - first, 2 * GROUP, head_size)).to(model).to(device)
-        output = torch.full_like(query, float("nan"))
-        with inside:
-            kernels.read_on(
-                query, first, dense, own[layer], chunk, state, params, output
-            )
-        outputs.append(output.cpu())
-    kernels.compress_chunk(
-        [ScoredLayer(own[layer], state, params, dense)], chunk, CONFIG
-    )
-    return torch.cat(outputs), [clone(pages, "cpu") for pages in own], layers
-
-
 def move_keys(kernels, device, layer, dtype, grown_at):
     """All layers, before and after the keys of one have moved."""
     layers, table = make_layers(dtype, HEAD_SIZE, SIZE, 1)
@@ -91,11 +54,6 @@ def move_keys(kernels, device, layer, dtype, grown_at):
     held = Held(table[0].to(device), BY_HEAD, 100, grown_at)
     kernels.move_keys([ScoredLayer(own[layer], {}, params)], held)
     return layers, [clone(pages, "cpu") for pages in own]
-
-
-def moving(device):
-    frequencies = 0.7 ** torch.arange(HEAD_SIZE // 2).double()
-    return MovingKeys(Reach(limit=40, step=20, chunk=20), frequencies.to(device), True)
 
 
 @in_pairs(
@@ -131,35 +89,7 @@ def test_keys_move_as_in_the_reference(layer, dtype, grown_at):
 )
 def test_equals_reference(layer, dtype, grown_at):
     """In pages of other layers, of heads that are full, and whose budget has grown."""
-    how = {"softcap": 5.0, "method": Sum(0.9)} if layer == 1 else {}
-    moves = layer == 2 and dtype != torch.int8
-    sinks = torch.linspace(-2, 6, 2 * GROUP) if layer == 0 else None
-    theirs, ours = (
-        how
-        | ({"moving": moving(device)} if moves else {})
-        | ({} if sinks is None else {"sink_logits": sinks.to(device)})
-        for device in ("cpu", DEVICE)
-    )
-    case = layer, dtype, grown_at
-    expected, their_layers, _ = read_on(reference, "cpu", *case, **theirs)
-    actual, our_layers, before = read_on(triton, DEVICE, *case, **ours)
-    # The kernel multiplies in the model's type, as vLLM's do; an error of a sum is of
-    # the size of its parts.
-    off = TOLERANCE[expected.dtype]["atol"] * max(1, float(expected.abs().max()))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=off)
-    parts = ["keys", "values", "births", "attention"]
-    if dtype == torch.int8:
-        parts += ["key_scales", "value_scales"]
-    for ours, theirs in zip(our_layers, their_layers, strict=True):
-        for name in parts:
-            torch.testing.assert_close(
-                getattr(ours, name), getattr(theirs, name), equal_nan=True
-            )
-    wrote = [
-        not torch.equal(content(mine), content(theirs))
-        for mine, theirs in zip(our_layers, before, strict=True)
-    ]
-    assert wrote[layer] and any(wrote[:layer] + wrote[layer + 1 :]) == (layer != 2)
+    check_reading_on(layer, dtype, grown_at)
 
 
 class Launches:
@@ -178,41 +108,6 @@ class Launches:
         return counted
 
 
-def end_chunk(kernels, device, dtype, method, gated, grown_at, inside=NOWHERE):
-    """All layers once a chunk is compressed, of heads by the gate or attention."""
-    layers, table = make_layers(dtype, HEAD_SIZE, SIZE, 1)
-    own = [clone(pages, device) for pages in layers]
-    model = torch.float32 if dtype == torch.int8 else dtype
-    generator = torch.Generator().manual_seed(5)
-    random = functools.partial(torch.randn, generator=generator)
-    start, end = STEPS[0], STEPS[-1]
-    chunk = Chunk(
-        end, end - 24, start - 32, end - 24, IN_TURN.to(device),
-        Held(table[0].to(device), BY_HEAD, start, grown_at),
-    )  # fmt: skip
-    scored = []
-    for layer, pages in enumerate(own):
-        dense = empty_pages(6, 2, HEAD_SIZE, SIZE, model)
-        for part in (dense.keys, dense.values):
-            part.copy_(random(part.shape))
-        weights = random((2, 2 * HEAD_SIZE + 4)).to(device) / HEAD_SIZE
-        gate = LayerGate(weights, None, GROUP) if gated else None
-        params = params_of(own, layer, SIZE, method=method, gate=gate)
-        params = replace(params, group=GROUP)
-        if layer and dtype != torch.int8:  # the first one's keys have no rotation
-            params = replace(params, moving=moving(device))
-        most = most_held(chunk.held, 2, params)
-        # Few levels: scores tie.
-        attention = (random((2, most + end - start)).abs() * 4).round() / 4
-        attention[0, -20] = float("nan")
-        state = {"attention": attention.to(device)}
-        scored.append(ScoredLayer(pages, state, params, clone(dense, device)))
-    config = replace(CONFIG, pooling=1 if gated else 3)
-    with inside:
-        kernels.compress_chunk(scored, chunk, config)
-    return [clone(pages, "cpu") for pages in own]
-
-
 @in_pairs(
     "dtype, method, gated, grown_at, budget",
     [torch.float16, torch.int8],
@@ -227,19 +122,7 @@ def test_layers_end_a_chunk_together(
     """In one launch of a kind, or in as many as the scratch is small."""
     monkeypatch.setattr("vllm_h2o.attention.ops.triton.layers.SCRATCH_BYTES", budget)
     launches = Launches(monkeypatch, chunks.held_kernel)
-    case = dtype, method, gated, grown_at
-    expected, actual = (
-        end_chunk(kernels, device, *case)
-        for kernels, device in ((reference, "cpu"), (triton, DEVICE))
-    )
-    parts = ["keys", "values", "births", "attention"]
-    if dtype == torch.int8:
-        parts += ["key_scales", "value_scales"]
-    for ours, theirs in zip(actual, expected, strict=True):
-        for name in parts:
-            torch.testing.assert_close(
-                getattr(ours, name), getattr(theirs, name), equal_nan=True
-            )
+    check_chunk_end(dtype, method, gated, grown_at)
     assert launches.count == 2 * (3 if budget == 1 else 1)
 
 

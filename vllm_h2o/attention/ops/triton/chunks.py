@@ -243,7 +243,7 @@ def _compress(batch: LayerBatch, chunk: Chunk, config: H2OConfig) -> None:
     kept = _select(scores, counts + num_fresh, room, places, sinks, staged.most)
 
     staged.move_keys(births, chunk.start, chunk.end)  # the chunk's are within reach
-    most, nowhere = staged.most, staged.most  # one behind the slots
+    most = nowhere = staged.most  # one behind the slots
     chosen = kept.positions.clamp(min=0)
     stays = (kept.positions >= 0) & rivals.is_held.gather(-1, chosen)
     whole = attention.new_empty(*counts.shape[:2], most + 1)
