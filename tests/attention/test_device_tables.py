@@ -12,7 +12,13 @@ from tests.attention.triton_state import DEVICE, empty_pages
 from vllm_h2o.attention.device_tables import device_tables
 from vllm_h2o.attention.ops import LayerParams
 from vllm_h2o.attention.ops.triton.slots import head_and_part
-from vllm_h2o.attention.placements import BY_HEAD, UNIFORM, PlacementTable
+from vllm_h2o.attention.placements import (
+    BY_HEAD,
+    UNIFORM,
+    PlacementTable,
+    RequestPlacements,
+)
+from vllm_h2o.attention.request_tables import RequestTables
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.methods import Mean
 from vllm_h2o.policy.placement import Placement, lend
@@ -121,6 +127,52 @@ def test_programs_are_those_of_the_placement_that_has_the_most():
     own = tables_of([64] * 3 + [576] + [64] * 4, 128)
     assert own.most_splits(9, 128, 32) == 9 + 7
     assert own.most_parts(512, 4) == 18 + 7 * 4
+
+
+def lists_of(own, placement):
+    """Columns and distances of the pages of a layer's KV heads."""
+    found = []
+    for sizes in entries(own, placement):
+        pages = slice(sizes[4], sizes[4] + sizes[0] // 16)
+        found.append([part[pages].tolist() for part in own.pages])
+    return found
+
+
+def test_placements_of_requests_have_places_of_their_own():
+    """Where all layers find them that were made before; read as those that stay."""
+    layers, _ = make_layers(torch.float16, 64, 16, 1)
+    layout = SlotLayout.of_blocks(CONFIG, 16, 3)
+    table = PlacementTable(layers, layout, [5] * 3, 4)
+    table.put(BY_HEAD, Placement.alike((3, 2), [3], CONFIG, 16))
+    RequestPlacements(table, CONFIG, layout, first=2)
+    params = [LayerParams(layout, 0.1, 0.0, Mean(), part) for part in table.parts()]
+    own = [each.device_tables for each in params]
+    first, second = (
+        Placement.of_blocks(blocks, 3, CONFIG, 16)
+        for blocks in ([[1, 5], [5, 1], [3, 3]], [[2, 1], [2, 4], [5, 4]])
+    )
+    small = Placement.of_blocks([[1, 4], [3, 1], [2, 1]], 2, CONFIG, 16)
+    grown = small.grown(3, CONFIG, 16)
+    for index, placement in ((2, first), (3, small), (2, second), (3, grown)):
+        table.put(index, placement)
+        for layer, mine in enumerate(own):
+            alone = PlacementTable.of(layers, layout, placement)
+            theirs = device_tables(alone.parts()[layer])
+            for ours, stays in ((UNIFORM, UNIFORM), (BY_HEAD, UNIFORM), (index, 1)):
+                assert lists_of(mine, ours) == lists_of(theirs, stays)
+            ours, stays = entries(mine, index), entries(theirs, BY_HEAD)
+            for at in (0, 1, 2, 3, 6, 7):
+                assert [x[at] for x in ours] == [x[at] for x in stays]
+            most = max(head.budget for head in placement.layouts[layer])
+            assert [x[5] for x in ours] == [most] * 2
+    kinds = {(x.pages.columns.data_ptr(), len(x.pages.columns)) for x in own}
+    assert kinds == {(own[0].pages.columns.data_ptr(), 3 + 2 * 3 * 2 * 3)}
+    taken = sum(x.nbytes for x in own[0].pages) + sum(x.sizes.nbytes for x in own)
+    assert taken == RequestTables.bytes_of(3, 2, 3, alike=2, own=2)
+    # A head has five pages at most, and one layer's have no more than ten.
+    assert own[0].most_splits(5, 16, 16) == 2 * 5
+    assert own[0].most_splits(64, 32, 16) == 160 // 32 + 2
+    assert own[0].most_parts(64, 3) == 160 // 64 + 2 * 3
 
 
 @triton.jit

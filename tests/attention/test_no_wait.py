@@ -28,6 +28,7 @@ from vllm_h2o.attention.placements import (
     BY_HEAD,
     BudgetPlacements,
     PlacementTable,
+    RequestPlacements,
 )
 from vllm_h2o.attention.row_placements import RowPlacements
 from vllm_h2o.core.settings import h2o_config
@@ -35,6 +36,7 @@ from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
 from vllm_h2o.policy.life import RowPlan
 from vllm_h2o.policy.methods import Sum
+from vllm_h2o.policy.methods.cake import Cake
 from vllm_h2o.policy.placement import Placement, layouts_of, lend_by_budget
 from vllm_h2o.policy.reach import MovingKeys, Reach
 from vllm_h2o.policy.rotation import Rotation
@@ -238,6 +240,38 @@ def test_drafts(launched):
     first, *others = DECODE
     noted = [first, "note_kernel", *others] * 3
     assert launched == (DECODE + noted) * len(layers) + ["take_back_kernel"] * 2
+
+
+def test_requests_that_split_their_slots(monkeypatch, launched):
+    """Only what says how they are split waits; all layers do it together."""
+    builder, config = make_builder(kv_policy="cake")
+    layers, _ = make_layers(config)
+    h2o, caches = h2o_config(config), [x.impl.view(x.kv_cache) for x in layers]
+    layout = SlotLayout.of_blocks(h2o, 16, 4)
+    table = PlacementTable(caches, layout, [6, 6], capacity=4)
+    table.put(BY_HEAD, Placement.alike((2, 3), [4], h2o, 16))
+    for layer, part in zip(layers, table.parts(), strict=True):
+        layer.impl.placements = part
+    requests = RequestPlacements(table, h2o, layout, first=2)
+    builder.bind(builder.step, layers, RowPlacements(True, None, requests))
+    forward(layers, H2OMetadata(builder.spec), 1)
+    monkeypatch.setattr(Cake, "split", lambda *_: LARGE)
+    metadata, _ = build(builder, PROMPT, guard=no_waiting)
+    (prompt,) = metadata.prompts
+    query = tokens(prompt.tokens.stop, 9)[prompt.tokens]
+    bound = [with_params(layer, layer.impl.h2o) for layer in layers]
+    with no_waiting():
+        for layer, mine in zip(layers, bound, strict=True):
+            assert not launched
+            prompt.attend(layer.layer_name, mine, query, torch.empty_like(query))
+    assert launched == TRANSITION and not prompt.layers
+    assert requests.index(prompt.request_id) == 2
+    launched.clear()
+    rows = {prompt.request_id: RowPlan(90, 1, 26, 0, 64), "a": RowPlan(40, 1, 33, 0, 64)}
+    metadata, _ = build(builder, rows, 1, guard=no_waiting)
+    with no_waiting():
+        forward(layers, metadata, 3)
+    assert launched == DECODE * len(layers)
 
 
 def test_queries_that_read_a_part(launched):

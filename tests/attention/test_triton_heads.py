@@ -18,8 +18,10 @@ from vllm_h2o.attention.ops import Held, ScoredLayer, reference
 from vllm_h2o.attention.ops.chunks import held_heads
 from vllm_h2o.attention.ops.triton import launch, order_rings, transition
 from vllm_h2o.attention.ops.triton import layers as batching
+from vllm_h2o.attention.ops.triton import observe as triton_observe
 from vllm_h2o.attention.placements import BY_HEAD, UNIFORM
 from vllm_h2o.policy.methods import Mean, Sum
+from vllm_h2o.policy.methods.cake import Cake
 from vllm_h2o.policy.sparse_read import HIGHEST_SHARE
 
 
@@ -174,6 +176,46 @@ def test_layers_share_launches(monkeypatch, dtype, num_tokens, scratch):
         assert not torch.equal(actual, content(before))
 
 
+@pytest.mark.parametrize("scratch", [batching.SCRATCH_BYTES, 1])
+def test_a_method_with_prompt_rules_of_its_own(monkeypatch, scratch):
+    """Prompts are scored in two steps; heads with less than the average do not pool."""
+    monkeypatch.setattr(batching, "SCRATCH_BYTES", scratch)
+    pages, table = make_layers(torch.float16, 64, 16, 1)
+    generator = torch.Generator().manual_seed(4)
+    dense = [empty_pages(9, 2, 64, 16, torch.float16) for _ in pages]
+    for part in (part for each in dense for part in (each.keys, each.values)):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    queries = torch.randn(3, 20, 6, 64, generator=generator).half() * 3
+    blocks, sinks = torch.tensor([8, 1, 5, 3, 7]).int(), torch.linspace(-2, 6, 6)
+    method, results = Cake(), []
+    fields, seen = ("attention", *method.prompt_fields), []
+    for op, observe, device in (
+        (reference.transition, reference.observe, "cpu"),
+        (transition, triton_observe, DEVICE),
+    ):
+        own, scored = [clone(mine, device) for mine in pages], []
+        for i, query in enumerate(queries.to(device)):
+            of = {"method": method, "sink_logits": sinks.to(device), "group": 3}
+            params = params_of(own, i, 16, **of)
+            state = {name: torch.zeros(2, 77, device=device) for name in fields}
+            of_layer, at = clone(dense[i], device), blocks.to(device)
+            observe(query[:12], of_layer, at, 57, state, params)
+            observe(query[12:], of_layer, at, 69, state, params)
+            scored.append(ScoredLayer(own[i], state, params, of_layer))
+        seen.append([layer.state for layer in scored])
+        # Of the same state, since rounding decides between scores that tie.
+        for layer, state in zip(scored, seen[0], strict=True):
+            layer.state.update({name: x.to(device) for name, x in state.items()})
+        held = Held(table[0].to(device), BY_HEAD, 77)
+        op(scored, blocks.to(device), held, 57, CONFIG)
+        results.append([content(clone(mine, "cpu")) for mine in own])
+    for expected, actual in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected, check_device=False)
+    for before, expected, actual in zip(pages, *results, strict=True):
+        assert torch.equal(actual, expected)
+        assert not torch.equal(actual, content(before))
+
+
 def test_distances_are_of_the_type_that_is_read():
     """Also where dense pages begin with the int8 ones, as many elements apart."""
     pages, _ = make_layers(torch.int8, 64, 16, 1)
@@ -195,10 +237,12 @@ def test_distances_are_of_the_type_that_is_read():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_layers_switch_in_the_same_launches(dtype):
+@pytest.mark.parametrize("method", [Mean(), Cake()], ids=["mean", "cake"])
+def test_layers_switch_in_the_same_launches(dtype, method):
     """Of the smallest budget, whose heads have their own pages until then.
 
-    The layers' states are tensors of their own.
+    The layers' states are tensors of their own. Prompt rules of a method's own say
+    nothing of who fills its budget later.
     """
     pages, table = make_layers(dtype, 64, 16, 1)
     results = []
@@ -207,7 +251,7 @@ def test_layers_switch_in_the_same_launches(dtype):
         blocks, scored = table[0, :2].to(device), []
         for i, mine in enumerate(own):
             state = mine.attention[blocks.long()].transpose(0, 1).flatten(1)
-            params = params_of(own, i, 16)
+            params = params_of(own, i, 16, method=method)
             scored.append(ScoredLayer(mine, {"attention": state}, params))
         op(scored, blocks, Held(blocks, SMALL + BY_HEAD, 32), 9, CONFIG)
         results.append([content(clone(mine, "cpu")) for mine in own])

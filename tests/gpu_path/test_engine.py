@@ -6,11 +6,13 @@ is C.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.known_drafts import speculating
 from tests.engine.tiny_models import _COMMON, _save, random_prompts, save_hybrid
@@ -36,6 +38,18 @@ def model(tmp_path_factory):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(num_hidden_layers=2, **(_COMMON | sizes))
     return _save(LlamaForCausalLM, config, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def uneven(model, tmp_path_factory):
+    """The same with wide attention in a head of layer 0 and a narrow one in layer 1."""
+    folder = tmp_path_factory.mktemp("uneven")
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    for layer, factor in ((0, 0.3), (1, 3.0)):  # two query heads of 32, a KV head's
+        weights[f"model.layers.{layer}.self_attn.q_proj.weight"][:64] *= factor
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +338,36 @@ def test_queries_read_a_part(run, profile, path, by_head):
         assert ours == pytest.approx(theirs, abs=1e-4)
     assert actual["stats"] == expected["stats"]
     assert actual["stats"]["transitions"] == 2
+    check_runner(actual, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "policy"),
+    [
+        ("v2 graphs", {"policy": "cake", "budget": 160, "observation_window": 8}),
+        pytest.param(
+            "v1", {"policy": "cake", "budget": "60%", "min_budget": 64},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "v2", {"policy": "d2o", "budget": 96, "merge": "none", "prefill_chunk": 192},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_each_request_splits_its_slots(run, uneven, path, policy):
+    """Two at a time, so that the others have the places of those that are gone: one
+    fills its budget while it generates, one never does, some grow where they may."""
+    case, of = (policy, (170, 20, 200, 155), 8), {"of": uneven}
+    options = {"max_num_seqs": 2}
+    expected, actual = (run(x, *case, **of, **options) for x in ("cpu", path))
+    assert actual["tokens"] == expected["tokens"]
+    assert actual["survivors"] == expected["survivors"]
+    for ours, theirs in zip(actual["logprobs"], expected["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert actual["stats"] == expected["stats"]
+    held = [[len(kept) for layer in x for kept in layer] for x in actual["survivors"]]
+    assert len({tuple(of_heads) for of_heads in held}) == len(held) == 3, held
     check_runner(actual, path)
 
 

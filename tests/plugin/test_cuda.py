@@ -32,9 +32,11 @@ from vllm_h2o.attention.ops.triton import (
     Tuning,
     chunk_end_bytes,
     move_bytes,
+    own_observe_bytes,
     read_bytes,
     splitting,
 )
+from vllm_h2o.attention.request_tables import RequestTables
 from vllm_h2o.attention.step import StepRows
 from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.core.settings import h2o_config
@@ -206,7 +208,7 @@ def test_memory_that_the_user_names_is_not_cut(config, on_cuda, monkeypatch):
     monkeypatch.setattr(
         gpu_worker, "scratch_bytes", lambda config, specs, blocks: 1 << 20
     )
-    monkeypatch.setattr(gpu_worker, "table_bytes", lambda specs, resolved: 1 << 10)
+    monkeypatch.setattr(gpu_worker, "table_bytes", lambda *_: 1 << 10)
     monkeypatch.setattr(H2OWorker, "get_kv_cache_spec", lambda self: {})
     worker = H2OGPUWorker.__new__(H2OGPUWorker)
     worker._resolved = Resolved(H2OConfig(), "cuda", None)
@@ -361,6 +363,31 @@ def test_memory_for_transitions_is_reserved(config, on_cuda):
     taken = gpu_worker.transition_bytes(config, specs)
     assert taken == SCRATCH_BYTES + max(scratch, SCRATCH_BYTES)
     assert gpu_worker.transition_bytes(config, {}) == 0
+
+
+def test_memory_of_requests_that_split_their_slots_is_reserved(on_cuda):
+    """Where layers share out a prompt's slots all wait, with what its tokens got."""
+    options = {"h2o_budget": "25%", "h2o_min_budget": 64, "block_size": 32}
+    config = config_of(kv_policy="cake", max_num_seqs=3, **options)
+    plain = spec_of(config)
+    resolved = Resolved(plain.h2o, "cuda", None, num_layers=2)
+    spec = resolved.spec(plain)
+    budget, ladder = spec.layout.budget, resolved.limits(spec).ladder
+    assert (budget, spec.largest_budget) == (256, 1024)
+    assert spec.most_slots == 2 * 3 * budget < 3 * 1024
+    assert spec.most_slots_per_token == 2 * 3
+    specs = {"a": spec, "b": spec, "other": object()}
+    assert len(ladder.budgets) > 1
+    pages, alike = budget // spec.page_slots, 4 * len(ladder.budgets)
+    taken = RequestTables.bytes_of(2, 3, pages, alike, 3)
+    assert gpu_worker.table_bytes(config, specs, resolved) == taken
+    step = config.scheduler_config.max_num_batched_tokens
+    config.model_config.max_model_len = 2**15
+    states = 2 * 3 * 3 * 4 * (2**15 + step)
+    scratch = 2 * 3 * (3 * 4 * 2**15 + 4 * 2**15 + 16 * 1024)
+    observed = own_observe_bytes(2**15, 32, 3, 64, 4)
+    taken = gpu_worker.transition_bytes(config, specs)
+    assert taken == states + max(scratch, observed)
 
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):

@@ -556,8 +556,7 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
     ("preset", "options", "complaint"),
     [
         ("h2o", {"merge": "value"}, "h2o_merge='value'.*on CUDA.*'none'"),
-        ("d2o", {}, "h2o_head_budgets='request'.*on CUDA.*'uniform'"),
-        ("cake", {}, "h2o_score='cake'.*on CUDA.*mean, sum"),
+        ("d2o", {}, "h2o_merge='value'.*on CUDA.*'none'"),
     ],
 )
 def test_an_option_without_a_kernel_is_refused(preset, options, complaint):
@@ -573,6 +572,11 @@ def test_an_option_without_a_kernel_is_refused(preset, options, complaint):
         ({"prefill_chunk": 512}, "h2o_prefill_chunk=512.*on CUDA.*=0"),
         ({"keep": "end"}, "h2o_keep='end'.*on CUDA.*='none'"),
         ({"resident_dtype": "int8"}, "h2o_resident_dtype='int8'.*on CUDA.*'model'"),
+        ({"score": "cake"}, "h2o_score='cake'.*on CUDA.*mean, sum"),
+        (
+            {"score": "d2o", "head_budgets": "request"},
+            "h2o_head_budgets='request'.*on CUDA.*'uniform'",
+        ),
     ],
 )
 def test_kernels_of_another_package_say_what_they_have(options, complaint):

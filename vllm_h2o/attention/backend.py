@@ -255,7 +255,8 @@ class H2OImpl(_StockImpl):
         num_kv_heads = pages.keys.shape[1]
         dtype = kv_cache.dtype
         query = zeros(1, self.num_heads, self.head_size, dtype=dtype)
-        state = {name: zeros(num_kv_heads, position + 1) for name in pages.state}
+        names = *pages.state, *params.method.prompt_fields
+        state = {name: zeros(num_kv_heads, position + 1) for name in names}
         resident = zeros(layout.budget_blocks + 1, dtype=torch.int32)
         prompt = zeros(cdiv(position + 1, dense.block_size), dtype=torch.int32)
         layer, kernels = ScoredLayer(pages, state, params, dense), params.operations

@@ -121,11 +121,12 @@ class _CUDABuilder(H2OMetadataBuilder):
         placements: RowPlacements | None = None,
     ) -> None:
         """See the base class."""
+        parts = [layer.impl.placements for layer in layers]
+        self._table = parts[0].table if parts and parts[0] is not None else None
         # By placement, those of the layer that has the most.
         self._slots = np.array([self.spec.num_kv_heads * self.layout.budget])
-        for part in filter(None, (layer.impl.placements for layer in layers)):
-            slots = part.sizes[..., 0].sum(dim=1).numpy()
-            self._slots = np.maximum(self._slots[: len(slots)], slots)
+        if self._table is not None:
+            self._slots = self._table.most_slots(slice(None))
         assert self._slots.max() <= self.spec.most_slots, "the scratch is too small"
         super().bind(step, layers, placements)
         if self._most_tokens > 1:
@@ -141,12 +142,18 @@ class _CUDABuilder(H2OMetadataBuilder):
     def _logs(self, rows: ResidentRows) -> Logs:
         return self._kept_logs
 
+    def _slots_of(self, placements: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Slots of a row's KV heads, in the layer where they have the most."""
+        if self._table is None or not self.placements.splits_each_request:
+            return self._slots[placements]
+        return self._table.most_slots(placements)
+
     def _pack(
         self, plan: ResidencyPlan, placements: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int64]:
         # Of the last draft.
         positions = plan.num_computed_tokens + plan.num_scheduled_tokens - 1
-        slots = self._slots[placements]
+        slots = self._slots_of(placements)
         slots = np.minimum(self.spec.num_kv_heads * (positions + 1), slots)
         slots = np.where(plan.num_computed_tokens >= plan.first_queries, slots, 0)
         ends = slots.cumsum()

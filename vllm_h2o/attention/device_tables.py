@@ -2,7 +2,8 @@
 
 A copy of a layer's part of a `PlacementTable`, made once: all placements that an engine
 on a device has are in the table by then, so that no step, and no capture of one, waits
-for a copy.
+for a copy. But for those of requests that split their slots each in its own way, see
+`request_tables`.
 """
 
 from __future__ import annotations
@@ -56,12 +57,15 @@ class DeviceTables:
         budgets: `[num_placements, num_kv_heads]` int64 budgets of the placements that
             there are, on CPU.
         richest: `[num_placements, 1]` int64, number 5 of their sizes.
+        most_slots: Where requests bring placements: slots that the layer's KV heads
+            have together in any. None: there are no other placements.
     """
 
     sizes: torch.Tensor
     pages: PageLists | None
     budgets: npt.NDArray[np.int64]
     richest: npt.NDArray[np.int64]
+    most_slots: int | None = None
     _most: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def most_splits(self, max_splits: int, least: int, tile: int) -> int:
@@ -74,6 +78,9 @@ class DeviceTables:
             least: No split has fewer slots, but for the last of a head.
             tile: Slots of a split are a multiple of.
         """
+        if self.most_slots is not None:
+            heads = self.budgets.shape[1]
+            return min(heads * max_splits, self.most_slots // least + heads)
         key = "splits", max_splits, least, tile
         if key not in self._most:
             slots = _cdiv(_cdiv(self.richest, max_splits), tile) * tile
@@ -87,6 +94,8 @@ class DeviceTables:
             part_slots: Slots of a part.
             fewest: Parts of a head, at least.
         """
+        if self.most_slots is not None:
+            return self.most_slots // part_slots + self.budgets.shape[1] * fewest
         key = "parts", part_slots, fewest
         if key not in self._most:
             self._most[key] = self._count(part_slots, fewest)
@@ -108,13 +117,10 @@ def device_tables(own: LayerPlacements) -> DeviceTables:
     the other, have one, and so have all heads in pages of their own.
     """
     pages, table = own.layers[own.layer], own.table
+    if table.first_own is not None:
+        return table.on_device.of_layer(own.layer)
     num_kv_heads = own.sizes.shape[1]
-    sizes = torch.zeros(table.capacity, num_kv_heads, NUM_SIZES, dtype=torch.int32)
-    slots = own.sizes[..., :1]
-    sizes[..., :3] = own.sizes
-    sizes[..., 3:4] = slots.cumsum(dim=1) - slots
-    sizes[..., 6] = own.order
-    sizes[..., 7] = own.sizes[..., 0].gather(1, own.order)
+    sizes, slots = described(own.sizes, own.order), own.sizes[..., :1]
     lists = _Lists()
     for index in sorted(table.indices(), key=lambda i: -int(slots[i].sum())):
         both = [index, table.filled_index(index)]
@@ -140,6 +146,25 @@ def device_tables(own: LayerPlacements) -> DeviceTables:
         budgets=own.sizes[indices, :, 0].numpy(),
         richest=sizes[indices, :1, 5].long().numpy(),
     )
+
+
+def described(sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """`[.., num_kv_heads, NUM_SIZES]` int32, see `DeviceTables.sizes`.
+
+    Without where pages begin, and as if no placement came after these.
+
+    Args:
+        sizes: `[.., num_kv_heads, 3]`, see `PlacementTable`.
+        order: `[.., num_kv_heads]`, see there.
+    """
+    slots = sizes[..., 0]
+    found = torch.zeros(*slots.shape, NUM_SIZES, dtype=torch.int32)
+    found[..., :3] = sizes
+    found[..., 3] = slots.cumsum(dim=-1) - slots
+    found[..., 5] = slots.amax(dim=-1, keepdim=True)
+    found[..., 6] = order
+    found[..., 7] = slots.gather(-1, order)
+    return found
 
 
 class _Lists:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_h2o.attention.pages import Pages
+from vllm_h2o.attention.request_tables import RequestTables
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Ladder
 from vllm_h2o.policy.layout import SlotLayout
@@ -43,6 +46,8 @@ class PlacementTable:
         page_slots: Slots of a page.
         has_own_pages: Whether page i of every head is its own of column i, in all
             placements.
+        first_own: Index from which on they are of requests that split their slots each
+            in its own way; None: there are none.
         sizes: `[num_layers, capacity, num_kv_heads, 3]` int64: budget, heavy slots, and
             the budget before it grew to this one.
         order: `[num_layers, capacity, num_kv_heads]` int64 heads, those with the
@@ -71,6 +76,7 @@ class PlacementTable:
         self.layers, self.most_blocks = layers, most_blocks
         self.capacity, self.page_slots = capacity, layout.block_size
         self.has_own_pages = True
+        self.first_own: int | None = None
         self._placements: dict[int, Placement] = {}
         width = max(*most_blocks, layout.budget_blocks)
         self.sizes = _zeros(np.int64, *shape, 3)
@@ -93,6 +99,11 @@ class PlacementTable:
         table.put(BY_HEAD, placement)
         return table
 
+    @cached_property
+    def on_device(self) -> RequestTables:
+        """What a device's kernels read, where requests bring placements."""
+        return RequestTables(self)
+
     def has(self, index: int) -> bool:
         """Whether a placement has been put there."""
         return index in self._placements
@@ -108,6 +119,14 @@ class PlacementTable:
     def filled_index(self, index: int) -> int:
         """Where the placement is of the same requests once they fill their budget."""
         return index | BY_HEAD if self.has(index | BY_HEAD) else index
+
+    def most_slots(self, indices: Any) -> npt.NDArray[np.int64]:
+        """Slots of all KV heads of the layer that has the most, by placement.
+
+        Args:
+            indices: Of placements, anything that an array takes.
+        """
+        return self.sizes[..., 0].numpy()[:, indices].sum(axis=-1).max(axis=0)
 
     def parts(self) -> list[LayerPlacements]:
         """Each layer's part."""
@@ -145,6 +164,8 @@ class PlacementTable:
                 self.columns[at], self.offsets[at] = columns.int(), offsets
                 in_order = torch.equal(columns, torch.arange(len(pages)))
                 self.has_own_pages &= in_order and not bool(offsets.any())
+        if "on_device" in self.__dict__:
+            self.on_device.put(index)
 
     def remove(self, index: int) -> None:
         """Take a placement that no request has any more."""
@@ -290,6 +311,7 @@ class RequestPlacements:
             first: What is before it is somebody else's.
         """
         self.table, self.config, self.layout = table, config, layout
+        table.first_own = first
         self._free = list(range(table.capacity - 1, first - 1, -1))
         self._index: dict[str, int] = {}
 

@@ -51,8 +51,9 @@ class Transitions:
         On CPU that is between this step and the next, all layers at once: the first
         token does not wait for it, and the heads of all layers share out the threads.
         On a GPU it is when the last layer has run, so that layers share launches; or
-        earlier, when the states of what waits take `SCRATCH_BYTES`. What queries have
-        scored of a first chunk is compressed layer by layer.
+        earlier, when the states of what waits take `SCRATCH_BYTES`, unless layers share
+        out the request's slots. What queries have scored of a first chunk is
+        compressed layer by layer.
 
         Args:
             row: The row, in its transition step, with the layer as its last.
@@ -66,9 +67,10 @@ class Transitions:
         if row.num_run == 1:
             self._begun.append(row)
         self._state_bytes += row.layers[-1].state_bytes
-        waits = config.gated or row.chunk is not None
-        is_last = row.num_run == row.num_layers
-        if is_last or not waits or self._state_bytes > SCRATCH_BYTES:
+        splits = row.chunk is None and row.placements.splits_each_request
+        waits = config.gated or row.chunk is not None or splits
+        is_last, much = row.num_run == row.num_layers, self._state_bytes > SCRATCH_BYTES
+        if is_last or not waits or (much and not splits):
             self._state_bytes -= sum(layer.state_bytes for layer in row.layers)
             row.compress(config)
 

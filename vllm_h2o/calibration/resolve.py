@@ -35,7 +35,15 @@ from vllm_h2o.core.settings import h2o_config, layout_of, longest_request
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.gate import num_features
-from vllm_h2o.policy.options import ATTENTION, AUTO, CACHE, GATE, MEASURE, TEXT
+from vllm_h2o.policy.options import (
+    ATTENTION,
+    AUTO,
+    CACHE,
+    GATE,
+    MEASURE,
+    REQUEST,
+    TEXT,
+)
 from vllm_h2o.policy.profile import HeadProfile
 from vllm_h2o.policy.request import RequestLimits
 from vllm_h2o.policy.rotation import Rotation
@@ -57,6 +65,7 @@ class Resolved:
         file: Where the profile is from, if it is a user's.
         device: Torch's name of the kind of device.
         by_head: Whether heads have budgets by the profile.
+        num_layers: That evict.
     """
 
     config: H2OConfig
@@ -64,6 +73,7 @@ class Resolved:
     profile: HeadProfile | None = None
     file: Path | None = None
     by_head: bool = False
+    num_layers: int = 0
 
     @property
     def source(self) -> str:
@@ -92,6 +102,15 @@ class Resolved:
     def spec(self, spec: H2OAttentionSpec) -> H2OAttentionSpec:
         """The spec of a layer that evicts."""
         spec = replace(spec, h2o=self.config)
+        if self.config.head_budgets == REQUEST:
+            # One layer may get all that a request has, one head as much as it can keep.
+            heads, size = self.num_layers * spec.num_kv_heads, spec.page_slots
+            longest = -(-spec.max_model_len // size) * size
+            most = min(spec.num_kv_heads * longest, heads * spec.layout.budget)
+            return replace(
+                spec, richest_slots=longest, richest_layer_slots=most,
+                slots_per_token=heads,
+            )  # fmt: skip
         if not self.by_head:
             return spec
         assert self.profile is not None
@@ -134,7 +153,8 @@ def resolve(model: LoadedModel) -> Resolved:
     chosen, why = _chosen(model, config, profile)
     config = replace(config, prompt_score=chosen.rule, chosen=why)
     device = model.vllm_config.device_config.device_type
-    return Resolved(config, device, profile, file, chosen.by_head)
+    layers = len(model.layers)
+    return Resolved(config, device, profile, file, chosen.by_head, layers)
 
 
 def _chosen(

@@ -22,6 +22,8 @@ from vllm_h2o.attention.ops import SCRATCH_BYTES
 from vllm_h2o.core.spec import H2OAttentionSpec
 from vllm_h2o.plugin.worker import H2OWorker
 from vllm_h2o.policy.chunks import chunk_tokens
+from vllm_h2o.policy.methods import fused_prompt_form_of
+from vllm_h2o.policy.options import REQUEST
 from vllm_h2o.policy.quantization import NUM_SCALES
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ class H2OGPUWorker(H2OWorker, Worker):
         num_blocks = most_blocks(specs, available)
         scratch = scratch_bytes(self.vllm_config, specs, num_blocks)
         assert self._resolved is not None
-        scratch += table_bytes(specs, self._resolved)
+        scratch += table_bytes(self.vllm_config, specs, self._resolved)
         scratch += log_bytes(self.vllm_config, specs, num_blocks)
         scratch += reading_bytes(self.vllm_config, specs, num_blocks)
         scratch += transition_bytes(self.vllm_config, specs)
@@ -264,15 +266,25 @@ def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
     """Bytes of compressing the longest prompt, or of heads that part, all layers.
 
     States of all layers where heads part, scores of those that a gate compresses at
-    once; and scratch, of which rings that are put in order take no more.
+    once; and scratch, of which rings that are put in order take no more. Where layers
+    share out a request's slots, the states of all of them, of the longest prompt and
+    of those that a step reads whole beside it.
 
     Args:
         vllm_config: The engine's.
         specs: Of all layers.
     """
-    from vllm_h2o.attention.ops.triton import layer_bytes
+    from vllm_h2o.attention.ops.triton import (
+        layer_bytes,
+        own_observe_bytes,
+        own_score_bytes,
+    )
 
     longest = vllm_config.model_config.max_model_len
+    step = vllm_config.scheduler_config.max_num_batched_tokens
+    num_heads = vllm_config.model_config.get_num_attention_heads(
+        vllm_config.parallel_config
+    )
     ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
     num_bytes = 0
     for spec in ours:
@@ -287,22 +299,41 @@ def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
             )
         )
         switch = len(ours) * 4 * heads * held + of_switch
+        method, window = spec.h2o.method, spec.h2o.observation_window
+        if spec.h2o.head_budgets == REQUEST:
+            fields = 4 * (1 + len(method.prompt_fields))
+            scores = len(ours) * heads * fields * (longest + step)
+        if fused_prompt_form_of(method) is None:
+            own = own_score_bytes(heads, longest)
+            scratch += min(len(ours) * own, max(own, SCRATCH_BYTES))
+            queries = window if isinstance(window, int) else longest
+            of_head = num_heads // heads, spec.head_size, spec.dtype.itemsize
+            scratch = max(scratch, own_observe_bytes(longest, queries, *of_head))
         num_bytes = max(num_bytes, scores + scratch, switch)
     return num_bytes
 
 
-def table_bytes(specs: dict[str, KVCacheSpec], resolved: Resolved) -> int:
+def table_bytes(
+    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], resolved: Resolved
+) -> int:
     """Bytes that say where requests have their slots, see `DeviceTables`.
 
     Args:
+        vllm_config: The engine's.
         specs: Of all layers.
         resolved: What the start has decided.
     """
-    num_bytes = 0
-    for spec in specs.values():
-        if not isinstance(spec, H2OAttentionSpec):
-            continue
+    from vllm_h2o.attention.request_tables import RequestTables
+
+    num_bytes, requests = 0, vllm_config.scheduler_config.max_num_seqs
+    ours = [spec for spec in specs.values() if isinstance(spec, H2OAttentionSpec)]
+    for spec in ours:
         limits = resolved.limits(spec)
+        if spec.h2o.head_budgets == REQUEST:
+            alike = 2 * (1 + limits.rounds) * len(limits.ladder.budgets)
+            pages = spec.page_layout.budget_blocks
+            size = len(ours), spec.num_kv_heads, pages, alike, requests
+            return RequestTables.bytes_of(*size)
         if not resolved.by_head and not limits.has_several:
             continue
         classes = limits.ladder.num_classes if resolved.by_head else 1

@@ -22,6 +22,7 @@ from vllm_h2o.calibration.ranks import own_kv_heads
 from vllm_h2o.calibration.resolve import Resolved
 from vllm_h2o.policy.ladder import lengths_of
 from vllm_h2o.policy.options import REQUEST
+from vllm_h2o.policy.placement import Placement
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,6 +97,10 @@ class Tables:
             table.put(BY_HEAD, engines)
         by_request = None
         if own_places:
+            shape = len(pages), spec.num_kv_heads
+            alike = [layout.budget_blocks]
+            # For who warms up what heads do that part; no request has it.
+            table.put(BY_HEAD, Placement.alike(shape, alike, spec.h2o, spec.page_slots))
             by_request = RequestPlacements(table, spec.h2o, layout, end)
         for layer, part in zip(layers, table.parts(), strict=True):
             layer.impl.placements = part

@@ -22,7 +22,7 @@ from vllm_h2o.attention.ops.triton.launch import (
 )
 from vllm_h2o.attention.ops.triton.layers import batches
 from vllm_h2o.attention.ops.triton.reading_on import read_bytes, read_on
-from vllm_h2o.attention.ops.triton.scoring import observe
+from vllm_h2o.attention.ops.triton.scoring import observe, own_observe_bytes
 from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.splitting import (
     DecodeScratch,
@@ -30,7 +30,12 @@ from vllm_h2o.attention.ops.triton.splitting import (
     slots_with_logits,
 )
 from vllm_h2o.attention.ops.triton.take_back import take_back
-from vllm_h2o.attention.ops.triton.transition import copy_kept, layer_bytes, transition
+from vllm_h2o.attention.ops.triton.transition import (
+    copy_kept,
+    layer_bytes,
+    own_score_bytes,
+    transition,
+)
 
 __all__ = [
     "CAPABILITIES",
@@ -51,6 +56,8 @@ __all__ = [
     "move_keys",
     "observe",
     "order_rings",
+    "own_observe_bytes",
+    "own_score_bytes",
     "read_bytes",
     "read_on",
     "score_by_gate",

@@ -28,7 +28,13 @@ from vllm_h2o.attention.ops.triton.launch import (
     page_arguments,
     table_arguments,
 )
-from vllm_h2o.attention.ops.triton.layers import SIZES, LayerBatch, batches, of_layer
+from vllm_h2o.attention.ops.triton.layers import (
+    SIZES,
+    Budgets,
+    LayerBatch,
+    batches,
+    of_layer,
+)
 from vllm_h2o.attention.ops.triton.slots import place_after, sizes_of
 from vllm_h2o.attention.ops.triton.transition import copy_kept
 from vllm_h2o.policy.config import H2OConfig
@@ -81,40 +87,6 @@ def held_kernel(
         staged_scales, at, slot, exists, blocks, sizes, lists, distances, entry, head,
         BACK, HEAD_SIZE, BLOCK_SIZE, BLOCK_D,
     )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class _Budgets:
-    """What KV heads have room for: `[num_layers, num_kv_heads, 1]` int64 each.
-
-    Attributes:
-        slots: Of a head.
-        heavy: Of these, for the heaviest.
-        before: That it had before its request's budget grew.
-    """
-
-    slots: torch.Tensor
-    heavy: torch.Tensor
-    before: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: LayerBatch, placement: int) -> _Budgets:
-        """Those of a placement."""
-        keys, layout = batch.first.pages.keys, batch.first.params.layout
-        tables = [layer.params.device_tables for layer in batch.layers]
-        if tables[0] is None:
-            shape = len(tables), keys.shape[1], 1
-            counts = layout.budget, layout.heavy_slots, layout.budget
-            return cls(*(torch.full(shape, n, device=keys.device) for n in counts))
-        entries = slice(placement * keys.shape[1], (placement + 1) * keys.shape[1])
-        sizes = torch.stack([x.sizes[entries] for x in tables if x is not None])
-        return cls(*sizes[..., :3].long().split(1, dim=-1))
-
-    def places(self, num_tokens: int, grown_at: int) -> torch.Tensor:
-        """Tokens of a head that have had a place, see `policy.layout.place_of`."""
-        if not grown_at:
-            return torch.full_like(self.slots, num_tokens)
-        return num_tokens - grown_at + self.before.clamp(max=grown_at)
 
 
 class _Staged:
@@ -205,7 +177,7 @@ def move_keys(layers: Sequence[ScoredLayer], held: Held) -> None:
         for part in batch.parts(_bytes_of(batch, held, 0)):
             staged, end = _Staged(part, held), held.num_tokens
             staged.move_keys(staged.parts["staged_births"].long(), end, end + 1)
-            room = _Budgets.of(part, held.placement)
+            room = Budgets.of(part, held.placement)
             slots = torch.arange(staged.most, device=room.slots.device)
             count = room.places(end, held.grown_at).minimum(room.slots)
             staged.write(torch.where(slots < count, slots, -1).int())
@@ -230,7 +202,7 @@ def compress_chunk(
 def _compress(batch: LayerBatch, chunk: Chunk, config: H2OConfig) -> None:
     """Let heads choose, and put what stays into their slots."""
     held, num_fresh = chunk.held, chunk.end - chunk.start
-    room, staged = _Budgets.of(batch, held.placement), _Staged(batch, held)
+    room, staged = Budgets.of(batch, held.placement), _Staged(batch, held)
     counts = room.places(chunk.start, held.grown_at).minimum(room.slots)
     births = staged.parts["staged_births"].long()
     rivals = _Rivals.of(counts, births, chunk)
@@ -302,7 +274,7 @@ def _scores(
     chunk: Chunk,
     config: H2OConfig,
     rivals: _Rivals,
-    room: _Budgets,
+    room: Budgets,
     of_chunk: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of what competes, which stands for the window's queries, and scores.
@@ -355,7 +327,7 @@ def _attention(batch: LayerBatch, most: int, chunk: Chunk) -> torch.Tensor:
 def _select(
     scores: torch.Tensor,
     count: torch.Tensor,
-    room: _Budgets,
+    room: Budgets,
     places: torch.Tensor,
     sinks: int,
     most: int,

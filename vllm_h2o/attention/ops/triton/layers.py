@@ -90,6 +90,40 @@ class LayerBatch:
         return max(each.params.largest_of(placement, heads) for each in self.layers)
 
 
+@dataclass(frozen=True, eq=False)
+class Budgets:
+    """What KV heads have room for: `[num_layers, num_kv_heads, 1]` int64 each.
+
+    Attributes:
+        slots: Of a head.
+        heavy: Of these, for the heaviest.
+        before: That it had before its request's budget grew.
+    """
+
+    slots: torch.Tensor
+    heavy: torch.Tensor
+    before: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: LayerBatch, placement: int) -> Budgets:
+        """Those of a placement."""
+        keys, layout = batch.first.pages.keys, batch.first.params.layout
+        tables = [layer.params.device_tables for layer in batch.layers]
+        if tables[0] is None:
+            shape = len(tables), keys.shape[1], 1
+            counts = layout.budget, layout.heavy_slots, layout.budget
+            return cls(*(torch.full(shape, n, device=keys.device) for n in counts))
+        entries = slice(placement * keys.shape[1], (placement + 1) * keys.shape[1])
+        sizes = torch.stack([x.sizes[entries] for x in tables if x is not None])
+        return cls(*sizes[..., :3].long().split(1, dim=-1))
+
+    def places(self, num_tokens: int, grown_at: int) -> torch.Tensor:
+        """Tokens of a head that have had a place, see `policy.layout.place_of`."""
+        if not grown_at:
+            return torch.full_like(self.slots, num_tokens)
+        return num_tokens - grown_at + self.before.clamp(max=grown_at)
+
+
 _Made = list[tuple[list[int], torch.Tensor]]
 _made: weakref.WeakKeyDictionary[LayerParams, dict[Any, _Made]] = (
     weakref.WeakKeyDictionary()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_h2o.attention.ops import LayerParams
+from vllm_h2o.attention.ops import LayerParams, reference
 from vllm_h2o.attention.ops.triton.launch import check_supported
 from vllm_h2o.attention.ops.triton.slots import page_offsets, soft_capped
 from vllm_h2o.attention.ops.triton.splitting import num_sms
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.methods import State
+from vllm_h2o.policy.prompt_attention import QUERY_TILE
 
 _QUERY_TILE_BYTES = 32 * 1024
 _KEY_TILE_BYTES = 16 * 1024
+_ALIVE = 5
+"""Of a tile's logits: themselves, attention, its squares, and what made these."""
 # Differ from prompt to prompt: one compilation must serve them all.
 _VARYING = ["num_queries", "first_position"]
 
@@ -169,7 +173,7 @@ def observe(
     params: LayerParams,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """See `Kernels.observe`.
+    """See `Kernels.observe`; by methods with rules of their own for prompts in torch.
 
     Args:
         query: As there.
@@ -182,12 +186,53 @@ def observe(
             logits over all it sees but a sink, as flash attention returns it where
             there is none; None computes it.
     """
+    if params.fused_prompt_form is None:
+        _observe_by_torch(query, pages, dense_blocks, first_position, state, params)
+        return
     if lse is None:
         shared = _shared(query, pages.keys, dense_blocks, first_position, params)
         lse = _log_sum_exp(shared, query.shape[1], first_position + len(query))
     if params.sink_logits is not None:
         lse = torch.logaddexp(lse, params.sink_logits.float()[:, None])
     add_up(query, pages.keys, dense_blocks, first_position, state, params, lse)
+
+
+def _observe_by_torch(
+    query: torch.Tensor,
+    pages: Pages,
+    dense_blocks: torch.Tensor,
+    first_position: int,
+    state: State,
+    params: LayerParams,
+) -> None:
+    """KV head by KV head, whose logits are alive at once."""
+    num_kv_heads = pages.keys.shape[1]
+    group, sinks = query.shape[1] // num_kv_heads, params.sink_logits
+    for head in range(num_kv_heads):
+        own = slice(head * group, (head + 1) * group)
+        if sinks is not None:
+            params = replace(params, sink_logits=sinks[own].float())
+        reference.observe(
+            query[:, own], replace(pages, keys=pages.keys[:, head : head + 1]),
+            dense_blocks, first_position,
+            {name: mine[head : head + 1] for name, mine in state.items()}, params,
+        )  # fmt: skip
+
+
+def own_observe_bytes(
+    num_tokens: int, num_queries: int, group: int, head_size: int, element_size: int
+) -> int:
+    """Bytes of a KV head's observation by a method with rules of its own for prompts.
+
+    Args:
+        num_tokens: Of the prompt.
+        num_queries: That score.
+        group: Query heads of the KV head.
+        head_size: Of keys.
+        element_size: Bytes of an element of them.
+    """
+    logits = 4 * group * min(num_queries, QUERY_TILE)
+    return num_tokens * (head_size * (2 * element_size + 4) + _ALIVE * logits)
 
 
 def add_up(

@@ -217,6 +217,7 @@ def select(
     placement: int,
     first_query: int,
     config: H2OConfig,
+    are_scores: bool = False,
 ) -> Kept:
     """See `vllm_h2o.attention.ops.reference.select`.
 
@@ -226,6 +227,7 @@ def select(
         placement: As there.
         first_query: As there.
         config: As there.
+        are_scores: Whether they are what tokens compete by, pooled where they are.
 
     Returns:
         `[num_layers, num_kv_heads, most]`, of the head with the most in any layer.
@@ -253,8 +255,9 @@ def select(
         attention=attention, layer_stride=attention.stride(0),
         head_stride=attention.stride(1), first_query=first_query,
         average=params.budget_of(placement), PINNED=layout.pinned_slots,
-        MEAN=params.fused_form == "mean",
-        POOLING=config.prompt_pooling, BLOCK_U=block_u, TILE=tile, num_warps=4,
+        MEAN=params.fused_form == "mean" and not are_scores,
+        POOLING=1 if are_scores else config.prompt_pooling,
+        BLOCK_U=block_u, TILE=tile, num_warps=4,
         **shared,
     )  # fmt: skip
     select_kernel[(1, num_kv_heads, num_layers)](

@@ -21,6 +21,7 @@ from vllm_h2o.attention.ops.triton.layers import (
     SIZES,
     SOURCE,
     STATE,
+    Budgets,
     LayerBatch,
     batches,
     lists_of_layer,
@@ -33,6 +34,7 @@ from vllm_h2o.attention.ops.triton.quantization import quantized
 from vllm_h2o.attention.ops.triton.selection import select
 from vllm_h2o.attention.ops.triton.slots import page_offsets, places_of
 from vllm_h2o.policy.config import H2OConfig
+from vllm_h2o.policy.methods import Queries
 from vllm_h2o.policy.quantization import NUM_SCALES
 
 # Differ from prompt to prompt or by layer: one compilation must serve them all.
@@ -241,10 +243,38 @@ def transition(
     for batch in batches(layers):
         in_place = source_blocks is held.pages
         for part in batch.parts(_scratch_bytes(batch, held.placement, in_place)):
-            scores, _ = stacked([layer.state["attention"] for layer in part.layers])
-            kept = select(part, scores, held.placement, first_query, config)
-            copy_kept(part, scores, source_blocks, held.pages, held.placement, kept)
-            set_bounds(part, replace(held, num_tokens=scores.shape[2], grown_at=0))
+            attention, _ = stacked([layer.state["attention"] for layer in part.layers])
+            scores, by_torch = attention, part.first.params.fused_prompt_form is None
+            if by_torch:
+                scores = _scores(part, held.placement, first_query, config)
+            kept = select(
+                part, scores, held.placement, first_query, config, are_scores=by_torch
+            )
+            copy_kept(part, attention, source_blocks, held.pages, held.placement, kept)
+            set_bounds(part, replace(held, num_tokens=attention.shape[2], grown_at=0))
+
+
+def _scores(
+    batch: LayerBatch, placement: int, first_query: int, config: H2OConfig
+) -> torch.Tensor:
+    """`[num_layers, num_kv_heads, num_tokens]` by a method that has rules of its own
+    for prompts, as `reference.select` scores and pools."""
+    params, (state, *_) = batch.first.params, [layer.state for layer in batch.layers]
+    num_tokens, device = state["attention"].shape[1], state["attention"].device
+    tokens, method = torch.arange(num_tokens, device=device), params.method
+    queries = Queries(tokens, first_query, num_tokens, params.group)
+    of_prompt = {*method.prompt_fields} <= {*state}
+    score = method.score_prompt if of_prompt else method.score
+    width = config.prompt_pooling if of_prompt else 1
+    scores = [score(layer.state, queries) for layer in batch.layers]
+    if width > 1:
+        slots = Budgets.of(batch, placement).slots
+        average = params.budget_of(placement)
+        scores = [
+            torch.where(of_heads < average, mine, method.pool(mine, width))
+            for mine, of_heads in zip(scores, slots, strict=True)
+        ]
+    return torch.stack(scores)
 
 
 def _scratch_bytes(batch: LayerBatch, placement: int, in_place: bool) -> int:
@@ -253,7 +283,20 @@ def _scratch_bytes(batch: LayerBatch, placement: int, in_place: bool) -> int:
     most = min(num_tokens, batch.largest_of(placement))
     keys = batch.first.pages.keys
     vectors = 2 * keys.shape[2] * keys.element_size() if in_place else 0
-    return layer_bytes(num_kv_heads, num_tokens, most, vectors)
+    scores = 0
+    if batch.first.params.fused_prompt_form is None:
+        scores = own_score_bytes(num_kv_heads, num_tokens)
+    return scores + layer_bytes(num_kv_heads, num_tokens, most, vectors)
+
+
+def own_score_bytes(num_kv_heads: int, num_tokens: int) -> int:
+    """Bytes of a layer's scores by a method with rules of its own for prompts.
+
+    Args:
+        num_kv_heads: Of the layer.
+        num_tokens: That compete.
+    """
+    return 4 * 3 * num_kv_heads * num_tokens  # scores, pooled ones, and all in a row
 
 
 def layer_bytes(num_kv_heads: int, num_tokens: int, most: int, vectors: int) -> int:
