@@ -242,8 +242,23 @@ def test_drafts(launched):
     assert launched == (DECODE + noted) * len(layers) + ["take_back_kernel"] * 2
 
 
-def test_requests_that_split_their_slots(monkeypatch, launched):
-    """Only what says how they are split waits; all layers do it together."""
+def on(layer, device):
+    """A layer whose state lies there, without values, which meta tensors have not."""
+    state = {
+        name: torch.empty(x.shape, device=device) for name, x in layer.state.items()
+    }
+    return replace(layer, state=state)
+
+
+@pytest.mark.parametrize(("together", "scratch"), [(2, 2**26), (1, 0)])
+def test_requests_that_split_their_slots(monkeypatch, launched, together, scratch):
+    """Only what says how they are split waits, and states of layers that would take too
+    much memory: these are put aside, and come back a layer at a time."""
+    monkeypatch.setattr(prompts, "SCRATCH_BYTES", scratch)
+    moved = []
+    monkeypatch.setattr(
+        prompts, "_moved", lambda *at: moved.append(at[1].type) or on(*at)
+    )
     builder, config = make_builder(kv_policy="cake")
     layers, _ = make_layers(config)
     h2o, caches = h2o_config(config), [x.impl.view(x.kv_cache) for x in layers]
@@ -264,10 +279,15 @@ def test_requests_that_split_their_slots(monkeypatch, launched):
         for layer, mine in zip(layers, bound, strict=True):
             assert not launched
             prompt.attend(layer.layer_name, mine, query, torch.empty_like(query))
-    assert launched == TRANSITION and not prompt.layers
+    assert launched == TRANSITION * (2 // together) and not prompt.layers
+    assert moved == ([] if scratch else ["cpu"] * (1 + 2) + ["meta"] * 2)
+    assert not prompt.transitions._state_bytes
     assert requests.index(prompt.request_id) == 2
     launched.clear()
-    rows = {prompt.request_id: RowPlan(90, 1, 26, 0, 64), "a": RowPlan(40, 1, 33, 0, 64)}
+    rows = {
+        prompt.request_id: RowPlan(90, 1, 26, 0, 64),
+        "a": RowPlan(40, 1, 33, 0, 64),
+    }
     metadata, _ = build(builder, rows, 1, guard=no_waiting)
     with no_waiting():
         forward(layers, metadata, 3)

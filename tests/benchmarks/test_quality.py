@@ -326,6 +326,7 @@ def test_the_full_cache_answers_whenever_it_is_asked(tokenizer, here):
     assert not any(engine.stops & set(answer) for answer in later)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_cell_runs_and_eviction_costs_something(tmp_path, here):
     """The first in a process of its own, as the command does it."""

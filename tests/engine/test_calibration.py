@@ -149,6 +149,7 @@ def test_a_real_model_goes_by_its_gate_and_its_profile():
     assert config.chosen.startswith(said)
 
 
+@pytest.mark.slow
 def test_a_gate_that_loses_more_than_attention_is_not_used(monkeypatch):
     """One that knows nothing."""
     generator = torch.Generator().manual_seed(0)

@@ -32,6 +32,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_engine_equals_reference():
     """In steps, of prompts beyond the budget and of one that fills it later; cold, and
     with all the hits that stock takes. The first also in chunks, in the same batch; and

@@ -109,7 +109,9 @@ def assert_near(llm, folder, turns, expected, wishes=None):
     [
         (save_llama, DenseLlama, 32, {}),
         # Each rank has sinks of its own.
-        (SINKS, DenseLlama, 32, {"tensor_parallel_size": 2}),
+        pytest.param(
+            SINKS, DenseLlama, 32, {"tensor_parallel_size": 2}, marks=pytest.mark.slow
+        ),
         # Layers of short convolution have a state.
         (save_lfm2, DenseLfm2, 32, {"compilation_config": ROTATES_ALL_HEADS}),
         # Every other layer is windowed, and the softmax has sinks.

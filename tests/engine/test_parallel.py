@@ -168,9 +168,8 @@ def test_ranks_that_share_a_head_give_the_result_of_one_where_nothing_is_evicted
     assert_same_answers(one, two)
 
 
-@pytest.mark.parametrize(
-    "budgets", [pytest.param("uniform", marks=pytest.mark.slow), "by head"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("budgets", ["uniform", "by head"])
 @pytest.mark.rule("R6")
 def test_ranks_that_share_a_head_choose_by_their_own_queries(
     tmp_path, monkeypatch, budgets

@@ -17,7 +17,8 @@ import requests
 
 from benchmarks.dashboard import page
 from tests import prometheus
-from tests.engine.helpers import model_with_profile, prompts_of
+from tests.engine.helpers import prompts_of
+from tests.engine.tiny_models import save_heads, save_reading_llama
 from tests.test_monitoring import RULES, queries
 
 pytestmark = pytest.mark.engine
@@ -34,7 +35,10 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.model = str(model_with_profile())
+        # What it answers does not matter here, and it answers at once.
+        model = save_reading_llama(folder / "model", num_hidden_layers=4)
+        save_heads(model)
+        self.model = str(model)
         self.base = f"http://127.0.0.1:{port}"
         self.log = folder / "server.log"
         command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model]

@@ -169,6 +169,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 def test_ngrams_beside_what_else_requests_ask_for(monkeypatch):
     """As users turn it on: with a grammar, log-probabilities, a conversation, and after
     a preemption."""

@@ -69,13 +69,14 @@ def save_phi3(folder: Path) -> Path:
     return _save(Phi3ForCausalLM, config, folder)
 
 
-def save_reading_llama(folder: Path) -> Path:
-    """A llama of two layers that reads text, with SmolLM2's tokenizer."""
+def save_reading_llama(folder: Path, num_hidden_layers: int = 2) -> Path:
+    """A llama of few layers that reads text, with SmolLM2's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(ensure_model() / name, folder)
     vocab_size = json.loads((ensure_model() / "config.json").read_text())["vocab_size"]
-    return save_llama(folder, vocab_size=vocab_size, num_hidden_layers=2)
+    sizes = {"vocab_size": vocab_size, "num_hidden_layers": num_hidden_layers}
+    return save_llama(folder, **sizes)
 
 
 def save_hybrid(folder: Path, windowed: int = 2, full: int = 1) -> Path:

@@ -155,8 +155,9 @@ def check_runner(actual, path):
 
 @pytest.mark.parametrize(
     ("path", "by_head"),
-    [("v2 graphs", True), pytest.param("v1", False, marks=pytest.mark.slow)],
+    [("v2 graphs", True), ("v1", False)],
 )
+@pytest.mark.slow
 def test_int8_is_near_the_cpu_path(run, profile, path, by_head):
     """Rounding makes steps of the last digits of keys and values, which differ."""
     policy = POLICY | {"resident_dtype": "int8"}
@@ -350,24 +351,28 @@ def test_queries_read_a_part(run, profile, path, by_head):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "v2", {"policy": "d2o", "budget": 96, "merge": "none", "prefill_chunk": 192},
+            "v2",
+            {"policy": "d2o", "budget": 64, "merge": "none", "prefill_chunk": 128},
             marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
 def test_each_request_splits_its_slots(run, uneven, path, policy):
-    """Two at a time, so that the others have the places of those that are gone: one
-    fills its budget while it generates, one never does, some grow where they may."""
+    """One fills its budget while it generates, one never does; some grow or read on.
+    Those that come later have the places of the first, which are gone."""
     case, of = (policy, (170, 20, 200, 155), 8), {"of": uneven}
-    options = {"max_num_seqs": 2}
-    expected, actual = (run(x, *case, **of, **options) for x in ("cpu", path))
+    expected, actual = (run(x, *case, **of) for x in ("cpu", path))
     assert actual["tokens"] == expected["tokens"]
     assert actual["survivors"] == expected["survivors"]
     for ours, theirs in zip(actual["logprobs"], expected["logprobs"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+    assert actual["forced"] == pytest.approx(expected["forced"], abs=1e-4)
     assert actual["stats"] == expected["stats"]
     held = [[len(kept) for layer in x for kept in layer] for x in actual["survivors"]]
-    assert len({tuple(of_heads) for of_heads in held}) == len(held) == 3, held
+    assert len(held) == 3
+    if policy["policy"] == "cake":  # which the model's two heads are made for
+        assert len({tuple(of_heads) for of_heads in held}) > 1, held
+        assert all(of_heads[0] < of_heads[2] for of_heads in held), held
     check_runner(actual, path)
 
 

@@ -381,13 +381,18 @@ def test_memory_of_requests_that_split_their_slots_is_reserved(on_cuda):
     pages, alike = budget // spec.page_slots, 4 * len(ladder.budgets)
     taken = RequestTables.bytes_of(2, 3, pages, alike, 3)
     assert gpu_worker.table_bytes(config, specs, resolved) == taken
-    step = config.scheduler_config.max_num_batched_tokens
-    config.model_config.max_model_len = 2**15
-    states = 2 * 3 * 3 * 4 * (2**15 + step)
-    scratch = 2 * 3 * (3 * 4 * 2**15 + 4 * 2**15 + 16 * 1024)
-    observed = own_observe_bytes(2**15, 32, 3, 64, 4)
+    config.model_config.max_model_len = longest = 2**15
+    states = SCRATCH_BYTES + 3 * 4 * 3 * longest
+    scratch = 2 * 3 * ((7 + 1 + 1) * 4 * longest + 16 * 1024)
+    observed = own_observe_bytes(longest, 3, 64, 4)
     taken = gpu_worker.transition_bytes(config, specs)
     assert taken == states + max(scratch, observed)
+    # Blocks of several pages, of which the longest request fills the last in part.
+    longer = replace(spec, max_model_len=1100, most_page_slots=64, block_size=256)
+    assert (longer.page_slots, longer.block_slots) == (64, 256)
+    holds_all = replace(longer, h2o=replace(spec.h2o, budget=1100))
+    assert holds_all.layout.budget == holds_all.longest_head == 1280
+    assert longer.longest_head == 1152 > longer.layout.budget
 
 
 def test_scratch_is_reserved(config, on_cuda, monkeypatch):

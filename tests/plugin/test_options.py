@@ -557,6 +557,16 @@ def test_what_has_no_kernel_is_refused(model_of, monkeypatch, options, complaint
     [
         ("h2o", {"merge": "value"}, "h2o_merge='value'.*on CUDA.*'none'"),
         ("d2o", {}, "h2o_merge='value'.*on CUDA.*'none'"),
+        (
+            "cake",
+            {"prefill_chunk": 512},
+            "h2o_prefill_chunk=512.*beside h2o_score='cake'.*on CUDA.*prefill_chunk=0",
+        ),
+        (
+            "cake",
+            {"keep": "end", "head_budgets": "uniform"},
+            "h2o_keep='end'.*beside h2o_score='cake'.*on CUDA.*keep='none'",
+        ),
     ],
 )
 def test_an_option_without_a_kernel_is_refused(preset, options, complaint):

@@ -51,9 +51,9 @@ class Transitions:
         On CPU that is between this step and the next, all layers at once: the first
         token does not wait for it, and the heads of all layers share out the threads.
         On a GPU it is when the last layer has run, so that layers share launches; or
-        earlier, when the states of what waits take `SCRATCH_BYTES`, unless layers share
-        out the request's slots. What queries have scored of a first chunk is
-        compressed layer by layer.
+        earlier, when the states of what waits take `SCRATCH_BYTES`. What queries have
+        scored of a first chunk is compressed layer by layer, unless layers share out
+        the request's slots: then states that would take more wait in the host's memory.
 
         Args:
             row: The row, in its transition step, with the layer as its last.
@@ -70,8 +70,10 @@ class Transitions:
         splits = row.chunk is None and row.placements.splits_each_request
         waits = config.gated or row.chunk is not None or splits
         is_last, much = row.num_run == row.num_layers, self._state_bytes > SCRATCH_BYTES
+        if splits and (much or row.is_put_aside):
+            self._state_bytes -= row.put_aside()
         if is_last or not waits or (much and not splits):
-            self._state_bytes -= sum(layer.state_bytes for layer in row.layers)
+            self._state_bytes -= row.state_bytes
             row.compress(config)
 
     def run(self) -> None:
@@ -124,6 +126,7 @@ class PromptRow:
         chunk: A later chunk; None: the row is in its first.
         layers: Layers that have run and are to be compressed.
         num_run: Layers that have run, in the transition step.
+        is_put_aside: Whether their states are in the host's memory.
     """
 
     request_id: str
@@ -138,6 +141,29 @@ class PromptRow:
     chunk: Chunk | None = None
     layers: list[ScoredLayer] = field(default_factory=list)
     num_run: int = 0
+    is_put_aside: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the layers' states, on their device."""
+        states = [layer.state for layer in self.layers]
+        device = self.blocks.device
+        return sum(
+            x.nbytes for each in states for x in each.values() if x.device == device
+        )
+
+    def put_aside(self) -> int:
+        """Move the layers' states to the host's memory, and wait for that.
+
+        Layers that share out a request's slots wait for the last of them, in each
+        request whose prompt ends in the step.
+
+        Returns:
+            Bytes that are free on the device.
+        """
+        num_bytes, self.is_put_aside = self.state_bytes, True
+        self.layers = [_moved(layer, torch.device("cpu")) for layer in self.layers]
+        return num_bytes
 
     def attend(
         self, name: str, layer: BoundLayer, query: torch.Tensor, output: torch.Tensor
@@ -236,11 +262,13 @@ class PromptRow:
             self.layers.clear()
             return
         assert self.resident is not None
+        self.placements.split(self.request_id, plan, self.layers)
         for layers in self._parts(config):
+            if self.is_put_aside:
+                layers = [_moved(layer, self.blocks.device) for layer in layers]
             if config.gated:
                 layers = self._expecting(layers)
                 kernels.score_by_gate(layers, self.blocks, plan.first_query)
-            self.placements.split(self.request_id, plan, layers)
             filled = plan.chunk_end > plan.budget
             placement = self.placements.index(self.request_id, Budget.of(plan), filled)
             held = Held(self.resident, placement, plan.chunk_end)
@@ -249,9 +277,11 @@ class PromptRow:
 
     def _parts(self, config: H2OConfig) -> Iterator[list[ScoredLayer]]:
         """Layers that are compressed at once: on a GPU those whose scores take little
-        memory, on CPU all, as a request may share its slots out among them."""
+        memory, on CPU all."""
         count, keys = len(self.layers), self.layers[0].pages.keys
-        if config.gated and not keys.is_cpu:
+        if self.is_put_aside:
+            count = max(1, SCRATCH_BYTES // max(self.layers[0].state_bytes, 1))
+        elif config.gated and not keys.is_cpu:
             floats = keys.shape[1] * self.plan.chunk_end
             count = max(1, SCRATCH_BYTES // (4 * floats))
             count = 2 ** (count.bit_length() - 1)  # few batches are ever made
@@ -267,3 +297,9 @@ class PromptRow:
             replace(layer, state=dict(zip(names, zeros[:, i], strict=True)))
             for i, layer in enumerate(layers)
         ]
+
+
+def _moved(layer: ScoredLayer, device: torch.device) -> ScoredLayer:
+    """The layer, with its state on a device."""
+    state = {name: mine.to(device) for name, mine in layer.state.items()}
+    return replace(layer, state=state)

@@ -38,6 +38,9 @@ class RequestTables:
         Args:
             table: With a placement of alike heads at all indices before
                 `table.first_own`.
+
+        Raises:
+            ValueError: More pages than an index can number.
         """
         assert table.first_own is not None
         num_layers, capacity, num_kv_heads = table.order.shape
@@ -46,6 +49,13 @@ class RequestTables:
         self._alike = int(table.sizes[0, 0, 0, 0]) // table.page_slots
         self._room = num_layers * num_kv_heads * self._alike
         num_pages = self._alike + (capacity - table.first_own) * self._room
+        if num_pages >= 2**31:
+            raise ValueError(
+                "h2o_head_budgets='request' (--h2o-head-budgets) needs "
+                f"{num_pages:,} entries for the pages of {capacity - table.first_own} "
+                "requests, and their numbers have 32 bits: use a smaller "
+                "--max-num-seqs or --h2o-budget"
+            )
         self._sizes = torch.zeros(
             num_layers, capacity, num_kv_heads, NUM_SIZES,
             dtype=torch.int32, device=keys.device,
@@ -87,7 +97,10 @@ class RequestTables:
         table, first = self._table, self._table.first_own
         assert first is not None
         sizes = described(table.sizes[:, index], table.order[:, index])
-        if index >= first:
+        if index < first:
+            assert (table.sizes[:, index, :, 0] <= self._alike * table.page_slots).all()
+            assert not table.offsets[:, index].any(), "heads that are not alike"
+        else:
             start = self._alike + (index - first) * self._room
             count = table.sizes[:, index, :, 0] // table.page_slots
             ends = count.flatten().cumsum(0).view_as(count)
@@ -111,8 +124,9 @@ class RequestTables:
             layer: Index of the layer among the evicting ones.
         """
         table = self._table
-        num_layers, _, num_kv_heads = table.order.shape
+        num_kv_heads = table.order.shape[2]
         most = min(num_kv_heads * max(table.most_blocks), self._room)
+        assert most >= num_kv_heads * self._alike, "a head may have fewer than all have"
         nothing: Any = torch.zeros(0, num_kv_heads, dtype=torch.int64).numpy()
         return DeviceTables(
             self._sizes[layer].flatten(0, 1), self._pages, nothing, nothing,

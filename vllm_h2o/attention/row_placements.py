@@ -118,7 +118,8 @@ class RowPlacements:
         if self._by_request is None:
             return
         num_tokens, group = row.chunk_end, layers[0].params.group
-        tokens = torch.arange(num_tokens, device=layers[0].pages.keys.device)
+        device = next(iter(layers[0].state.values())).device
+        tokens = torch.arange(num_tokens, device=device)
         queries = Queries(tokens, row.first_query, num_tokens, group)
         states = [layer.state for layer in layers]
         self._by_request.split(request_id, states, queries, Budget.of(row))

@@ -104,8 +104,7 @@ class Resolved:
         spec = replace(spec, h2o=self.config)
         if self.config.head_budgets == REQUEST:
             # One layer may get all that a request has, one head as much as it can keep.
-            heads, size = self.num_layers * spec.num_kv_heads, spec.page_slots
-            longest = -(-spec.max_model_len // size) * size
+            heads, longest = self.num_layers * spec.num_kv_heads, spec.longest_head
             most = min(spec.num_kv_heads * longest, heads * spec.layout.budget)
             return replace(
                 spec, richest_slots=longest, richest_layer_slots=most,

@@ -39,8 +39,8 @@ class H2OAttentionSpec(FullAttentionSpec):
         max_model_len: Longest sequence in tokens, sizes the dense columns; that which
             vllm finds (`--max-model-len auto`) may be shorter.
         most_page_slots: Slots of a page at most, see `ResidentBlock.of`.
-        richest_slots: Slots of the KV head with the largest budget; 0: all heads have
-            the same budget, or each request shares it out.
+        richest_slots: Slots of the KV head with the largest budget, in any request; 0:
+            all heads have the same budget.
         richest_layer_slots: Slots that the heads of one layer have together at most,
             on a rank; 0: likewise.
         slots_per_token: The most slots that the heads of one layer have per token of a
@@ -149,6 +149,12 @@ class H2OAttentionSpec(FullAttentionSpec):
     def largest_budget(self) -> int:
         """Slots of the KV head with the largest budget."""
         return max(self.layout.budget, self.richest_slots)
+
+    @property
+    def longest_head(self) -> int:
+        """Slots of a KV head that holds all of the longest request, in whole pages."""
+        size = self.page_slots
+        return max(cdiv(self.max_model_len, size) * size, self.layout.budget)
 
     @property
     def most_slots(self) -> int:

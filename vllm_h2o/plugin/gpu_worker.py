@@ -267,8 +267,7 @@ def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
 
     States of all layers where heads part, scores of those that a gate compresses at
     once; and scratch, of which rings that are put in order take no more. Where layers
-    share out a request's slots, the states of all of them, of the longest prompt and
-    of those that a step reads whole beside it.
+    share out a request's slots, the states of what waits for them.
 
     Args:
         vllm_config: The engine's.
@@ -281,7 +280,6 @@ def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
     )
 
     longest = vllm_config.model_config.max_model_len
-    step = vllm_config.scheduler_config.max_num_batched_tokens
     num_heads = vllm_config.model_config.get_num_attention_heads(
         vllm_config.parallel_config
     )
@@ -299,16 +297,16 @@ def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
             )
         )
         switch = len(ours) * 4 * heads * held + of_switch
-        method, window = spec.h2o.method, spec.h2o.observation_window
+        method = spec.h2o.method
         if spec.h2o.head_budgets == REQUEST:
-            fields = 4 * (1 + len(method.prompt_fields))
-            scores = len(ours) * heads * fields * (longest + step)
+            state = heads * 4 * (1 + len(method.prompt_fields)) * longest
+            scores = state + SCRATCH_BYTES
+            scratch += min(len(ours) * 4 * heads * longest, SCRATCH_BYTES)
         if fused_prompt_form_of(method) is None:
             own = own_score_bytes(heads, longest)
             scratch += min(len(ours) * own, max(own, SCRATCH_BYTES))
-            queries = window if isinstance(window, int) else longest
             of_head = num_heads // heads, spec.head_size, spec.dtype.itemsize
-            scratch = max(scratch, own_observe_bytes(longest, queries, *of_head))
+            scratch = max(scratch, own_observe_bytes(longest, *of_head))
         num_bytes = max(num_bytes, scores + scratch, switch)
     return num_bytes
 

@@ -70,7 +70,6 @@ class Tables:
             return layers, RowPlacements()
         requests = self._vllm_config.scheduler_config.max_num_seqs
         pages = [layer.impl.view_resident(layer.kv_cache, spec) for layer in layers]
-        longest = -(-spec.max_model_len // spec.page_slots)
         split, own_places, most = None, 0, [layout.budget_blocks] * len(pages)
         # Budgets of the ladder alone are all known, and made now.
         budgets, are_known = limits.ladder.budgets, limits.are_known
@@ -78,7 +77,8 @@ class Tables:
         if limits.rounds:  # whoever asks for one has it from its beginning
             end *= 2
         if by_head and spec.h2o.head_budgets == REQUEST:
-            own_places, most = requests, [longest] * len(pages)
+            own_places = requests
+            most = [spec.longest_head // spec.page_slots] * len(pages)
         elif by_head:
             split = self._head_budgets(builder, limits).placement
             classes = limits.ladder.num_classes

@@ -59,6 +59,8 @@ class Capability(Enum):
     """Head budgets that each request shares out (`H2OConfig.head_budgets`)."""
     CHUNKS = "chunks"
     """Prompts that are read in chunks (`H2OConfig.prefill_chunk`)."""
+    PROMPT_CHUNKS = "prompt-chunks"
+    """The same by methods with rules of their own for prompts."""
     DRAFTS = "drafts"
     """Several tokens of a row in a step, of which the last can be taken back."""
     TORCH = "torch"
@@ -342,12 +344,17 @@ def check_kernels(
         one = f"one of {', '.join(sorted(forms))}"
         raise ValueError(f"{_given('score', config.score)} {lacking}, or use {one}")
     asked = [row for row in KERNELS if row.when.hold(getattr(config, row.option))]
+    own_prompts = fused_prompt_form_of(config.method) is None
+    if own_prompts and Capability.PROMPT_CHUNKS not in capabilities:
+        capabilities = {*capabilities} - {Capability.CHUNKS}
     together = {row.capability for row in asked} >= ONE_AT_A_TIME
     # First what has no kernel in any case.
     for row in sorted(asked, key=lambda row: row.capability in capabilities):
         lacks = row.capability not in capabilities
         if lacks or (together and row.capability in ONE_AT_A_TIME):
             with_ = "" if lacks else " beside h2o_merge (--h2o-merge)"
+            if own_prompts and row.capability is Capability.CHUNKS:
+                with_ = f" beside {_given('score', config.score)}"
             raise ValueError(
                 f"{_given(row.option, getattr(config, row.option))}{with_} {lacking}, "
                 f"or use h2o_{row.option}={shown(row.off)}"

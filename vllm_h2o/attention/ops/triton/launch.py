@@ -30,7 +30,9 @@ from vllm_h2o.attention.pages import Pages
 
 FORMS = frozenset({"sum", "mean"})
 """Methods that the kernels have, by `fused_form`."""
-CAPABILITIES = frozenset(Capability) - {Capability.MERGE, Capability.TORCH}
+CAPABILITIES = frozenset(Capability) - {
+    Capability.MERGE, Capability.PROMPT_CHUNKS, Capability.TORCH,
+}  # fmt: skip
 """What the kernels have beside."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_SIZE = 512

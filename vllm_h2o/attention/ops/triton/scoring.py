@@ -220,18 +220,17 @@ def _observe_by_torch(
 
 
 def own_observe_bytes(
-    num_tokens: int, num_queries: int, group: int, head_size: int, element_size: int
+    num_tokens: int, group: int, head_size: int, element_size: int
 ) -> int:
     """Bytes of a KV head's observation by a method with rules of its own for prompts.
 
     Args:
         num_tokens: Of the prompt.
-        num_queries: That score.
         group: Query heads of the KV head.
         head_size: Of keys.
         element_size: Bytes of an element of them.
     """
-    logits = 4 * group * min(num_queries, QUERY_TILE)
+    logits = 4 * group * QUERY_TILE  # a request may ask for any number of queries
     return num_tokens * (head_size * (2 * element_size + 4) + _ALIVE * logits)
 
 

@@ -296,7 +296,8 @@ def own_score_bytes(num_kv_heads: int, num_tokens: int) -> int:
         num_kv_heads: Of the layer.
         num_tokens: That compete.
     """
-    return 4 * 3 * num_kv_heads * num_tokens  # scores, pooled ones, and all in a row
+    # What tokens have got and scores, each in a row, pooled ones, and what made these.
+    return 4 * 7 * num_kv_heads * num_tokens
 
 
 def layer_bytes(num_kv_heads: int, num_tokens: int, most: int, vectors: int) -> int:
