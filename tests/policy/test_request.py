@@ -480,3 +480,6 @@ def test_a_chunk_on_a_gpu_is_one_that_there_is_memory_for(keep):
             continue
         with pytest.raises(ValueError, match="1025.*at most 1024.*--h2o-prefill-chunk"):
             RequestOptions.parse(longer, limits, MOST)
+    # A chunk has at least twice the memory of what is held.
+    limits = limits_of(config, "cuda", budget=1024)
+    assert limits.most_chunk == (0 if keep == END else 2048)

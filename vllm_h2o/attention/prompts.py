@@ -279,11 +279,13 @@ class PromptRow:
         """Layers that are compressed at once: on a GPU those whose scores take little
         memory, on CPU all."""
         count, keys = len(self.layers), self.layers[0].pages.keys
+        of_layer = 0
         if self.is_put_aside:
-            count = max(1, SCRATCH_BYTES // max(self.layers[0].state_bytes, 1))
+            of_layer = self.layers[0].state_bytes
         elif config.gated and not keys.is_cpu:
-            floats = keys.shape[1] * self.plan.chunk_end
-            count = max(1, SCRATCH_BYTES // (4 * floats))
+            of_layer = 4 * keys.shape[1] * self.plan.chunk_end
+        if of_layer:
+            count = max(1, SCRATCH_BYTES // of_layer)
             count = 2 ** (count.bit_length() - 1)  # few batches are ever made
         for first in range(0, len(self.layers), count):
             yield self.layers[first : first + count]

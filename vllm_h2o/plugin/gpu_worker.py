@@ -300,7 +300,7 @@ def transition_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
         method = spec.h2o.method
         if spec.h2o.head_budgets == REQUEST:
             state = heads * 4 * (1 + len(method.prompt_fields)) * longest
-            scores = state + SCRATCH_BYTES
+            scores = max(state, SCRATCH_BYTES) + SCRATCH_BYTES
             scratch += min(len(ours) * 4 * heads * longest, SCRATCH_BYTES)
         if fused_prompt_form_of(method) is None:
             own = own_score_bytes(heads, longest)

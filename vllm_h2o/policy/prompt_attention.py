@@ -8,7 +8,7 @@ import torch
 
 from vllm_h2o.policy.softmax import attention_of
 
-QUERY_TILE = 128
+_QUERY_TILE = 128
 """Queries per tile: bounds the probability matrix to a few MB per layer."""
 
 
@@ -44,8 +44,8 @@ def tiles(
     grouped = query.float().view(num_queries, len(keys), -1, head_size) * scale
     keys = keys.float()
     sink = None if sink_logits is None else sink_logits.view(len(keys), -1, 1)
-    for start in range(0, num_queries, QUERY_TILE):
-        stop = min(start + QUERY_TILE, num_queries)
+    for start in range(0, num_queries, _QUERY_TILE):
+        stop = min(start + _QUERY_TILE, num_queries)
         visible = first_position + stop
         # [num_kv_heads, group * tile, head_size] @ [num_kv_heads, head_size, visible]
         tile = grouped[start:stop].permute(1, 2, 0, 3).flatten(1, 2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from vllm_h2o.policy.chunks import chunk_tokens
 from vllm_h2o.policy.config import H2OConfig
 from vllm_h2o.policy.ladder import Climb, Ladder, length_class
 from vllm_h2o.policy.layout import SlotLayout
@@ -91,7 +92,10 @@ class RequestLimits:
                 )
         # A turn that goes on may be as long as any request: there is memory for that.
         counts = device != "cpu" and not config.keeps
-        most_chunk = config.prefill_chunk if counts else 0
+        most_chunk = 0
+        if counts:
+            asked, held = config.prefill_chunk, config.slots_per_token
+            most_chunk = chunk_tokens(asked, layout.budget, size, held)
         rounds = device != "cpu" and not why
         return cls(config, layout, ladder, why, rounds, most_chunk)
 

@@ -15,10 +15,11 @@ from vllm_h2o.attention.ops.triton.slots import page_offsets, soft_capped
 from vllm_h2o.attention.ops.triton.splitting import num_sms
 from vllm_h2o.attention.pages import Pages
 from vllm_h2o.policy.methods import State
-from vllm_h2o.policy.prompt_attention import QUERY_TILE
 
 _QUERY_TILE_BYTES = 32 * 1024
 _KEY_TILE_BYTES = 16 * 1024
+_MOST_LOGITS = 1 << 22
+"""That a method with rules of its own for prompts has at once, or of one query."""
 _ALIVE = 5
 """Of a tile's logits: themselves, attention, its squares, and what made these."""
 # Differ from prompt to prompt: one compilation must serve them all.
@@ -205,18 +206,22 @@ def _observe_by_torch(
     state: State,
     params: LayerParams,
 ) -> None:
-    """KV head by KV head, whose logits are alive at once."""
+    """KV head by KV head, few logits at a time."""
     num_kv_heads = pages.keys.shape[1]
     group, sinks = query.shape[1] // num_kv_heads, params.sink_logits
+    of_query = group * (first_position + len(query))
+    at_once = max(_MOST_LOGITS // of_query, 1)
     for head in range(num_kv_heads):
         own = slice(head * group, (head + 1) * group)
         if sinks is not None:
             params = replace(params, sink_logits=sinks[own].float())
-        reference.observe(
-            query[:, own], replace(pages, keys=pages.keys[:, head : head + 1]),
-            dense_blocks, first_position,
-            {name: mine[head : head + 1] for name, mine in state.items()}, params,
-        )  # fmt: skip
+        one = replace(pages, keys=pages.keys[:, head : head + 1])
+        mine = {name: of_heads[head : head + 1] for name, of_heads in state.items()}
+        for start in range(0, len(query), at_once):
+            reference.observe(
+                query[start : start + at_once, own], one, dense_blocks,
+                first_position + start, mine, params,
+            )  # fmt: skip
 
 
 def own_observe_bytes(
@@ -230,8 +235,8 @@ def own_observe_bytes(
         head_size: Of keys.
         element_size: Bytes of an element of them.
     """
-    logits = 4 * group * QUERY_TILE  # a request may ask for any number of queries
-    return num_tokens * (head_size * (2 * element_size + 4) + _ALIVE * logits)
+    keys = num_tokens * head_size * (2 * element_size + 4)
+    return keys + _ALIVE * 4 * max(group * num_tokens, _MOST_LOGITS)
 
 
 def add_up(
