@@ -47,7 +47,7 @@ def test_rows_whose_budget_has_grown(layer):
     check_heads(layer, positions, grown_at=[*grown_at, 60, 60])
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("layer", [0, 2])
 def test_rows_of_several_budgets(layer):
     """In one batch; three splits cut the richest head of each, in tiles of 16."""
     positions = [20, 31, 32, 33, 60, 137, 47, 48, 90, 200, -1]
@@ -79,8 +79,10 @@ def test_rings_are_put_in_order(num_tokens, grown_at, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("head_size", "size"), [(80, 16), (64, 48), (128, 32)])
+@pytest.mark.parametrize(
+    ("head_size", "size", "dtype"),
+    [(80, 16, torch.bfloat16), (64, 48, torch.float32), (128, 32, torch.float16)],
+)
 def test_shapes_and_dtypes(head_size, size, dtype):
     positions = [3 * size - 1, 3 * size, 6 * size + 5]
     check_heads(0, positions, dtype, head_size, size, group=2)

@@ -15,8 +15,8 @@ from tests.engine.helpers import (
 
 pytestmark = pytest.mark.engine
 
-LENGTHS = (7, 64, 190, 333, 480, 700)
-NUM_TOKENS = 64
+LENGTHS = (7, 64, 333, 700)
+NUM_TOKENS = 32
 # Small chunks: prompts, transitions and decodes share most steps.
 OPTIONS = {"max_num_batched_tokens": 256, "max_model_len": 1024}
 
